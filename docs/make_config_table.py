@@ -47,7 +47,7 @@ override is refused:
     own (sft: 1000, grpo: 120); write --config.sft.train.steps=77 \\
     --config.grpo.train.steps=77
 
-`--config.train.steps` counts in place of a file's `train.epochs`. Settings that change nothing are refused, such as
+`--config.train.steps` replaces a file's `train.epochs`. Settings that change nothing are refused, such as
 `lora.alpha` without adapters; where they may be of a recipe (`train.batch_size` on-policy, `eval.every` without
 `eval.data.path`), a line at the start names them.
 

@@ -22,7 +22,7 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 import method_facts as facts  # noqa: E402
 
 from jaxpost.losses import preferences  # noqa: E402
-from jaxpost.monitor import curves, titles  # noqa: E402
+from jaxpost.monitor import display  # noqa: E402
 from jaxpost.stage import algorithms  # noqa: E402
 
 FOLDER = ROOT / 'docs/methods'
@@ -192,7 +192,7 @@ def measured(name: str) -> list[str]:
     lines += [wrapped(text + 'Most differences between methods are smaller than those between seeds.'), '']
   if found := facts.curves().get(name):
     whose = 'of each seed' if len(found['seeds']) > 1 else 'of the SFT from which the table starts'
-    lines += [f'![{titles.title(found["metric"])} over {found["steps"][-1]} steps]({name}.svg)', '']
+    lines += [f'![{display.title(found["metric"])} over {found["steps"][-1]} steps]({name}.svg)', '']
     lines += [wrapped(f'`{found["metric"]}` on the trained batches, {whose}, averaged over neighboring steps.'), '']
   options = [cells for label, cells in rows.items() if label.endswith(f'(`{name}`)')]
   if options:
@@ -208,11 +208,11 @@ def drawing(found: dict) -> str:
   """Returns the curves of a case as SVG, in colors that are legible on light and dark pages."""
   width, height, left, top = 460, 190, 52, 22
   points = {f'seed {n}': list(zip(found['steps'], values)) for n, values in enumerate(found['seeds'])}
-  drawn = curves.chart(found['metric'], points, 0)
+  drawn = display.chart(found['metric'], points, 0)
   lines = [
     f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 24} {top + height + 26}" width="560"',
     ' font-family="sans-serif" font-size="11" fill="#7a8699" stroke-linejoin="round">',
-    f'<text x="{left}" y="12" font-weight="bold">{titles.title(found["metric"])}</text>',
+    f'<text x="{left}" y="12" font-weight="bold">{display.title(found["metric"])}</text>',
   ]
   for n, line in enumerate(drawn['lines']):
     path = ' '.join(f'{left + width * x:.1f},{top + height * y:.1f}' for x, y in line['path'])

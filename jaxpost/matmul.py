@@ -127,6 +127,10 @@ def einsum(spec: str, x: Any, w: Any, dtype: str, out: str = 'float32', layout: 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4, 5))
 def _einsum(spec, x, w, dtype, out, layout):
   del layout
+  # `jnp.einsum` sums over letters in alphabetical order; if that is not the order of the axes, as with n and h of
+  # 'btnh,nhd->btd', XLA transposes both operands. So letters are renamed in the order in which they occur.
+  letters = dict.fromkeys(filter(str.isalpha, spec))
+  spec = spec.translate({ord(letter): chr(ord('a') + i) for i, letter in enumerate(letters)})
   return jnp.einsum(spec, x.astype(dtype), w.astype(dtype), precision=precision_of(dtype), preferred_element_type=out)
 
 

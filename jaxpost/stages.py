@@ -18,15 +18,15 @@ from jaxpost import loop
 from jaxpost.distributed import coordination, watchdog
 from jaxpost.errors import InputError, PeerError
 from jaxpost.hardware import signals
-from jaxpost.models import partition
+from jaxpost.models import model as model_lib
 from jaxpost.monitor import activity as activity_lib
 from jaxpost.monitor import metrics, program_table
 from jaxpost.monitor import start as start_lib
-from jaxpost.stage import assemble, consistency, epochs, load_weights, place, prepare
+from jaxpost.stage import assemble, epochs, load_weights, place, prepare
 from jaxpost.stage import config as config_lib
 from jaxpost.storage import object_store, run_lock, seals
 from jaxpost.storage.checkpoint import Checkpointer
-from jaxpost.storage.manifest import finished_steps
+from jaxpost.storage.manifest import finished_steps, is_finished
 
 if TYPE_CHECKING:
   from jaxpost.stage.place import PlacedStage
@@ -54,7 +54,7 @@ def run(
   Raises:
     InputError, NoCheckpointError, Preempted: see `jaxpost.errors`.
   """
-  workdir = consistency.check_workdir(workdir)
+  workdir = object_store.check_workdir(workdir)
   if coordination.process_index():  # process 0 prints for all
     console = rich.console.Console(quiet=True)
   with coordination.fail_together(), contextlib.ExitStack() as cleanup:
@@ -104,7 +104,7 @@ def _run(
     resumed_run.check_config(workdir, configs, console)
   if multi_process:
     agreement.check_workdir(workdir, configs)
-  if consistency.is_finished(workdir, configs):
+  if is_finished(workdir, configs):
     return _read_summary(workdir, console)
   if coordination.process_index() == 0:
     if names := list(configs.values())[-1].log.trackers:
@@ -159,9 +159,9 @@ def _begin(
   if coordination.process_index() == 0:
     lock.acquire(console.print)
     (workdir / 'summary.json').unlink(missing_ok=True)
-    seals.write(workdir / 'config.json', json.dumps(consistency.spelled(raw), indent=1))
+    seals.write(workdir / 'config.json', json.dumps(config_lib.spelled(raw), indent=1))
     facts = start_lib.describe() | {'seed': prepared[0].config.seed, 'stages': epochs.facts(prepared)}
-    facts['changes'] = consistency.changes(raw)
+    facts['changes'] = config_lib.changes(raw)
     facts['files'] = start_lib.code_files(facts['changes'])
     lines = start_lib.lines(facts)
     if (workdir / start_lib.FILE).exists():
@@ -301,7 +301,7 @@ def _takes_over(placed: PlacedStage, before: PlacedStage) -> bool:
 def _adopt(params: dict, before: PlacedStage, placed: PlacedStage) -> dict:
   """Returns the weights of the stage before in the model structure, layout and type of the next one."""
   config = placed.config
-  return partition.adopt(params, before.model, placed.model, placed.train, config.model.param_dtype, seed=config.seed)
+  return model_lib.adopt(params, before.model, placed.model, placed.train, config.model.param_dtype, seed=config.seed)
 
 
 def _plan(placed: PlacedStage, stage: loop.Stage) -> dict:

@@ -20,7 +20,7 @@ from absl import flags
 from jaxpost import errors
 from jaxpost.hardware import host
 
-from . import cluster_flags, exits, workload_flags
+from . import exits, workload_flags
 
 _WORKLOAD = workload_flags.define()
 _CORE = flags.DEFINE_integer('core', None, 'Use this CPU core only.', lower_bound=0)
@@ -29,7 +29,7 @@ _BUDGET = flags.DEFINE_string('budget', '40m', 'accelerator: time for all rows, 
 _TRACES = flags.DEFINE_string('traces', '', 'accelerator: folder for the profile of each row that has one.')
 _ROWS = flags.DEFINE_string('rows', '', 'accelerator: rows to measure, with commas; a name means all below it.')
 _TINY = flags.DEFINE_bool('tiny', False, 'accelerator: sizes for a CPU, which show that the rows run.')
-cluster_flags.define()
+exits.define_cluster_flags()
 
 WORKLOADS = ('sft', 'sample', 'grpo', 'accelerator')
 
@@ -51,7 +51,7 @@ def main(argv):
   from jaxpost.distributed import coordination
   from jaxpost.tools import bench
 
-  cluster_flags.connect()
+  exits.connect()
   with tempfile.TemporaryDirectory() as workdir:
     record = bench.run(argv[1], workload_flags.options(), workdir) | {'tuned': tune}
   if coordination.process_index() == 0:

@@ -14,9 +14,9 @@ import sys
 
 from absl import flags
 
-from . import cluster_flags
+from . import exits
 
-cluster_flags.define()
+exits.define_cluster_flags()
 _WORKDIR = flags.DEFINE_string('workdir', 'runs', 'Folder in which runs are to be written.')
 
 
@@ -24,7 +24,7 @@ def main(argv):
   """Prints the findings."""
   del argv
   logging.getLogger().setLevel(logging.WARNING)
-  cluster_flags.connect()
+  exits.connect()
   from jaxpost.tools import doctor
 
   findings = doctor.examine(_WORKDIR.value)
@@ -36,6 +36,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-  from . import exits
-
   exits.run(main)

@@ -2,7 +2,8 @@
 
 0: done; 1: a bug of this library (traceback); 2: an error of the user (one line on
 stderr); 3: no usable checkpoint; 4: the run diverged; 5: no room on the disk;
-42: preempted and saved, run the same command again.
+42: preempted and saved, run the same command again. Commands of several processes define --distributed,
+--coordinator and their details by `define_cluster_flags`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from jaxpost.distributed import watchdog
 from jaxpost.storage import object_store
 
 from . import config_flag
+
+flags.disclaim_key_flags()  # the flags belong to the command that defines them
 
 # Matches the text that absl and ml_collections write before an InputError of a config file.
 _BEFORE_MESSAGE = re.compile(
@@ -205,3 +208,48 @@ def _line_of_config(error: BaseException, argv: list[str]) -> str:
     if os.path.abspath(frame.filename) in configs
   ]
   return lines[-1] if lines else ''
+
+
+def define_cluster_flags() -> None:
+  """Defines the flags that connect the processes of a run, for the calling command."""
+  flags.DEFINE_bool('distributed', False, 'Run as one of several processes in a cluster that JAX detects.')
+  flags.DEFINE_string('coordinator', '', 'HOST:PORT of process 0, if JAX does not detect the cluster.')
+  flags.DEFINE_integer('num_processes', None, 'How many processes; with --coordinator.', lower_bound=1)
+  flags.DEFINE_integer('process_id', None, 'Rank of this process, from 0; with --coordinator.', lower_bound=0)
+  flags.DEFINE_string(
+    'cluster',
+    '',
+    'How JAX finds the other processes; "": by itself (TPU, GKE, Slurm, Open MPI); "mpi4py": any other MPI.',
+  )
+  flags.DEFINE_float(
+    'init_timeout_s',
+    300.0,
+    'Seconds to wait for all processes at the start; then the run ends and names those that are missing.',
+    lower_bound=1.0,
+  )
+  flags.DEFINE_float(
+    'heartbeat_s',
+    100.0,
+    'Seconds without a heartbeat after which a process counts as lost; the others end and name it.',
+    lower_bound=3.0,
+  )
+
+
+def connect() -> None:
+  """Connects to the other processes if the flags say so; errors.InputError for a flag without effect."""
+  values = flags.FLAGS
+  if not (values.distributed or values.coordinator or values.cluster):
+    for name in 'num_processes', 'process_id':
+      if values[name].value is not None:
+        raise errors.InputError(f'--{name} does nothing without --coordinator; give both, or leave out this flag')
+    return
+  from jaxpost.distributed import cluster
+
+  cluster.connect(
+    values.coordinator,
+    values.num_processes,
+    values.process_id,
+    cluster=values.cluster,
+    init_s=values.init_timeout_s,
+    heartbeat_s=values.heartbeat_s,
+  )

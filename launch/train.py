@@ -16,12 +16,12 @@ from absl import flags
 from jaxpost.hardware import host, signals
 from jaxpost.monitor import activity
 
-from . import cluster_flags, config_flag
+from . import config_flag, exits
 
 _CONFIG = config_flag.define_config()
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run: a new one, or one to resume.')
 _VERBOSE = flags.DEFINE_bool('verbose', False, 'Print the table of compiled programs.')
-cluster_flags.define()
+exits.define_cluster_flags()
 flags.mark_flags_as_required(['config', 'workdir'])
 
 
@@ -37,7 +37,7 @@ def main(argv):
       from jaxpost import stages
       from jaxpost.distributed import coordination
 
-      cluster_flags.connect()
+      exits.connect()
     summary = stages.run(
       _CONFIG.value, _WORKDIR.value, choose_mesh=jaxpost.choose_mesh, stop=stop, verbose=_VERBOSE.value
     )
@@ -46,6 +46,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-  from . import exits
-
   exits.run(main)

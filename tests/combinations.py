@@ -1,7 +1,8 @@
-"""All pairs of choices of the method fields: each runs as it should, or is refused with one line.
+"""All pairs of choices of config fields that make up an RL method, and the gradient of each, exact and by jaxpost.
 
-`tests/test_combinations.py` holds the invariants; `docs/make_combinations_table.py`
-writes the pairs that are refused into docs/combinations.md.
+`tests/test_combinations.py` asserts that each pair has the right gradient or is refused in one line;
+`docs/make_combinations_table.py` writes the refused pairs into docs/combinations.md. The gradients are those of an
+expectation over all groups of SIZE samples that a categorical policy can draw, K groups in all.
 """
 
 import collections
@@ -29,14 +30,14 @@ from jaxpost.types import Batch, Credit, Experience, Objective, Outputs, Prompt,
 SIZE, C, SYMBOLS = 3, 3, 3
 _KL = dict(kl_coef=0.1)
 _PASS_K = {'pass_at_k': 2}
-# The methods that learn by the surrogate of grpo.py, and what they need to run.
+# Methods that learn by the surrogate of grpo.py -> the config that they need to run.
 _METHODS = {
   **{name: {} for name, where in algorithms.ALGORITHMS.items() if where.partition(':')[0] in ('grpo', 'ppo')},
   **dict.fromkeys(('mt_grpo', 'gigpo'), dict(environment='x')),
   'pass_at_k': dict(rl=dict(pass_k=2)),
   'opd': dict(rl=dict(reference='x')),
 }
-# Field -> {choice: what it sets}. A default of GRPO is a choice, too.
+# Field -> {choice: config that it sets}. The default of GRPO is one of the choices.
 FIELDS = {
   'algorithm': {name: dict(needs, algorithm=name) for name, needs in _METHODS.items()},
   'rl.loss': {name: dict(rl=dict(loss=name)) for name in policy_gradient.LOSSES},
@@ -76,7 +77,7 @@ FIELDS = {
   },
   'entropy control': {
     'none': {},
-    'rl.clip_cov': dict(rl=dict(clip_cov=0.05, cov_low=90.0, cov_high=99.0)),  # which no token has
+    'rl.clip_cov': dict(rl=dict(clip_cov=0.05, cov_low=90.0, cov_high=99.0)),  # no token has such a covariance
     'rl.kl_cov': dict(rl=dict(kl_cov=0.1)),
     'rl.entropy_target': dict(rl=dict(entropy_target=9.0)),
     'rl.top_entropy': dict(rl=dict(top_entropy=0.5)),
@@ -87,7 +88,7 @@ FIELDS = {
   'rl.dual_clip': {str(x): dict(rl=dict(dual_clip=x)) for x in (0.0, 3.0)},
   'rl.entropy_coef': {str(x): dict(rl=dict(entropy_coef=x)) for x in (0.0, 0.01)},
 }
-# Methods with losses of their own, and what they take besides the defaults: that which their steps read.
+# Methods with losses of their own -> their config. They refuse the choices that their steps do not read.
 OTHERS = {
   'online_dpo': dict(algorithm='online_dpo'),
   'rft': dict(algorithm='rft'),
@@ -98,14 +99,14 @@ CHOICES = [(field, choice) for field, choices in FIELDS.items() for choice in ch
 
 def pairs() -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
   """All pairs of choices of two fields."""
-  for one, two in itertools.combinations(CHOICES, 2):
-    if one[0] != two[0]:
-      yield one, two
+  for first, second in itertools.combinations(CHOICES, 2):
+    if first[0] != second[0]:
+      yield first, second
 
 
 @functools.lru_cache(maxsize=None)
 def config_of(*chosen: tuple[str, str]) -> config_lib.Config:
-  """The config of GRPO, or of another method, with these choices, resolved and checked; InputError where refused."""
+  """The resolved and checked config of GRPO, or of another method, with these choices; InputError if it is refused."""
   over = dict(algorithm='grpo', reward='x', rollout=dict(group_size=SIZE, max_new_tokens=C))
   for field, choice in chosen:
     over = tiny.merged(over, OTHERS[choice] if choice in OTHERS else FIELDS[field][choice])
@@ -117,18 +118,18 @@ def config_of(*chosen: tuple[str, str]) -> config_lib.Config:
 
 
 def taken(method: str) -> list[str]:
-  """Which choices other than the first of a field one of `OTHERS` takes."""
-  found = []
+  """The choices that a method of `OTHERS` accepts, without the first of each field."""
+  accepted = []
   for field, choices in FIELDS.items():
     for choice in list(choices)[1:]:
       if field != 'algorithm' and not refusal(('algorithm', method), (field, choice)):
-        found.append(choice if '.' in choice else f'{field}={choice}')
-  return found
+        accepted.append(choice if '.' in choice else f'{field}={choice}')
+  return accepted
 
 
 @functools.lru_cache(maxsize=None)
 def refusal(*chosen: tuple[str, str]) -> str:
-  """Why the choices are refused, or ''."""
+  """The error that refuses the choices, or ''."""
   try:
     config_of(*chosen)
   except InputError as error:
@@ -136,20 +137,20 @@ def refusal(*chosen: tuple[str, str]) -> str:
   return ''
 
 
-# The sampler draws each of these four after either prompt with probability 1/4; FINISHED says which are complete.
+# The sampler draws each of the four answers of a prompt with probability 1/4; FINISHED says which are complete.
 ANSWERS = (((0, 1), (0, 2), (1,), (2, 2)), ((0,), (1, 0, 2), (1, 2), (2, 1)))
 REWARDS = np.array([[1.0, 0, 0, 1], [0, 1, 0, 0]])
 OTHER_REWARDS = np.array([[0.0, 1, 0, 1], [1, 0, 0, 1]])
 FINISHED = np.array([[True, False, True, True], [True, False, True, True]])
 GREEDY = np.array([0.25, 0.5])
 STATES = sorted({(p, a[:t]) for p, answers in enumerate(ANSWERS) for a in answers for t in range(len(a))})
-# All groups of either prompt: each is as probable as any other.
+# All groups of a prompt, as indices of its answers; they are equally probable.
 DRAWN = np.array(list(itertools.product(range(4), repeat=SIZE)))
 PROMPTS = np.repeat([0, 1], len(DRAWN))  # of each group
 DRAWS = np.concatenate([DRAWN, DRAWN])  # [K, SIZE]
 _ANSWERS = [(p, answer) for p in (0, 1) for answer in ANSWERS[p]]
 _INDEX = PROMPTS[:, None] * 4 + DRAWS  # [K, SIZE], into _ANSWERS
-_VALUES = np.random.RandomState(6).standard_normal(len(STATES))  # that a critic gives them
+_VALUES = np.random.RandomState(6).standard_normal(len(STATES))  # of a critic
 
 
 def _of_tokens(value, pad=0):
@@ -167,8 +168,8 @@ MASK = _of_tokens(lambda p, prefix, token: 1)
 def policy(name: str) -> np.ndarray:
   """Log-probs [states, SYMBOLS] of a categorical policy.
 
-  'sampler' draws `ANSWERS`. 'old' differs from it after the first prompt, 'present' from both,
-  'reference' from all.
+  'sampler' draws `ANSWERS`. 'old' differs from 'sampler' after the first prompt only, 'present' from both of these, and
+  'reference' from all three.
   """
   count = np.array([[sum(a[: len(x) + 1] == (*x, s) for a in ANSWERS[p]) for s in range(SYMBOLS)] for p, x in STATES])
   sampler = np.log(np.maximum(count / count.sum(axis=1, keepdims=True), 1e-9))
@@ -194,18 +195,22 @@ def entropies(name: str) -> np.ndarray:
 
 
 def roles(config: config_lib.Config, on_policy: bool) -> dict[str, str]:
-  """Which policy is which: one for all; or another sampler and reference, and after an update another present one."""
+  """Role -> name of its `policy`: 'sampler' in all roles if on-policy.
+
+  Otherwise, sampler and reference differ from the old policy, and so does the present one if a rollout has several
+  updates.
+  """
   if on_policy:
     return dict.fromkeys(('present', 'old', 'sampler', 'reference'), 'sampler')
-  several = config.rl.epochs * config.rl.minibatches > 1
-  return dict(present='present' if several else 'old', old='old', sampler='sampler', reference='reference')
+  several_updates = config.rl.epochs * config.rl.minibatches > 1
+  return dict(present='present' if several_updates else 'old', old='old', sampler='sampler', reference='reference')
 
 
 def experience(config: config_lib.Config | None = None, on_policy: bool = True) -> Experience:
   """All groups that the sampler can draw, graded and scored.
 
-  Rewards are 0 or 1, which all estimators take. The log-probs of the distribution
-  that top-p leaves are others.
+  Rewards are 0 or 1, which all estimators accept. `behavior_logprobs`, those after top-p, differ from the log-probs of
+  the model.
   """
   config = config or config_of()
   which = roles(config, on_policy)
@@ -234,8 +239,12 @@ def experience(config: config_lib.Config | None = None, on_policy: bool = True) 
     error='',
     tokenizer=None,
   )
-  found = dict(old_logprobs=log_probs['old'], ref_logprobs=log_probs['reference'])
-  scores = Scores(**found, entropy=np.float32(entropies(which['old'])), values=np.float32(values()))
+  scores = Scores(
+    old_logprobs=log_probs['old'],
+    ref_logprobs=log_probs['reference'],
+    entropy=np.float32(entropies(which['old'])),
+    values=np.float32(values()),
+  )
   return Controller.make_experience(types.SimpleNamespace(config=config, step=0, memory={}), graded, scores)
 
 
@@ -245,7 +254,7 @@ def values() -> np.ndarray:
 
 
 class Case(NamedTuple):
-  """A config, and whether all policies are the same."""
+  """A config, and whether all policies are equal."""
 
   config: config_lib.Config
   on_policy: bool
@@ -253,12 +262,12 @@ class Case(NamedTuple):
 
 @dataclasses.dataclass
 class Update:
-  """The result of the product for a case.
+  """Gradient and metrics that jaxpost computes for a case.
 
   Attributes:
-    gradient: of the logits, [states, SYMBOLS].
-    metrics: of the loss, sums over tokens.
-    total: what a metric has that is 1 at every trained token.
+    gradient: by the logits, [states, SYMBOLS].
+    metrics: metrics of the loss, summed over tokens.
+    total: value of a metric that is 1 at every trained token.
   """
 
   gradient: np.ndarray
@@ -267,20 +276,20 @@ class Update:
   credit: Credit
 
 
-# Fields of `config.rl` that only `credit` reads: what they choose is in the arrays.
+# Fields of `config.rl` that only `credit` reads; their effect is in the arrays, so cases may share a loss function.
 _IN_CREDIT = {'advantage', 'scale_rewards', 'aggregate', 'dynamic_sampling', 'keep_surplus', 'replay', 'mask_truncated'}
 _IN_CREDIT |= {'pass_k', 'minibatches', 'epochs', 'importance', 'sampling_mask', 'kl_target', 'clip_cov', 'cov_low'}
 _IN_CREDIT |= {'cov_high', 'top_entropy', 'correct_nll_coef', 'reference', 'length_alpha', 'turn_gamma'}
 
 
 def updates(cases: Sequence[Case]) -> list[Update]:
-  """Credit, loss and gradient of all cases; those that share a loss function are computed together."""
+  """The updates of all cases; cases that share a loss function are computed together."""
   prepared = [_prepare(case) for case in cases]
   groups = collections.defaultdict(list)
   for i, ((config, _), (_, arrays, _)) in enumerate(zip(cases, prepared)):
     fields = {name: value for name, value in vars(config.rl).items() if name not in _IN_CREDIT}
     groups[repr((fields, 'opsm' in config.rl.importance, config.rollout.temperature, sorted(arrays)))].append(i)
-  found = [None] * len(cases)
+  results = [None] * len(cases)
   for members in _chunks(groups.values(), 8):
     config = cases[members[0]].config
     weights, arrays = jax.tree.map(lambda *x: np.stack(x), *(prepared[i][1:][::-1] for i in members))
@@ -289,17 +298,17 @@ def updates(cases: Sequence[Case]) -> list[Update]:
     objective = algorithms.load_algorithm(config.algorithm).objective(config)
     metrics, gradients = _value_and_grad(objective, outputs, weights, arrays)
     for n, i in enumerate(members):
-      found[i] = Update(
+      results[i] = Update(
         gradient=of_logits(*(x[n] for x in gradients), present[n]),
         metrics={name: float(x[n]) for name, x in metrics.items()},
         total=float(weights[n].sum()),
         credit=prepared[i][0],
       )
-  return found
+  return results
 
 
 def _chunks(lists: Iterable[Sequence[int]], size: int) -> Iterator[list[int]]:
-  """The entries of each list in pieces of one size, which compile once; the last is filled up with its first entry."""
+  """The entries of each list in pieces of one size, which compile once; the last piece repeats its first entry."""
   for entries in lists:
     for start in range(0, len(entries), size):
       piece = list(entries[start : start + size])
@@ -314,9 +323,9 @@ def _prepare(case: Case) -> tuple[Credit, dict[str, np.ndarray], np.ndarray]:
   read = algorithm.objective(config).arrays
   missing = set(read) - set(credit.arrays)
   assert not missing, f'the loss reads {missing}, which credit does not make'
-  several = config.rl.epochs * config.rl.minibatches > 1
-  # A rollout with one update has the present policy as its old one, also where a correction scores that.
-  arrays = {name: np.asarray(credit.arrays[name]) for name in read if several or name != 'old_logprobs'}
+  several_updates = config.rl.epochs * config.rl.minibatches > 1
+  # In a rollout with one update, the old policy is the present one, even if an importance correction scores it.
+  arrays = {name: np.asarray(credit.arrays[name]) for name in read if several_updates or name != 'old_logprobs'}
   return credit, arrays, batching.token_weights(credit.mask, config.rl.aggregate, C)
 
 
@@ -353,7 +362,7 @@ def expected(config: config_lib.Config, on_policy: bool) -> np.ndarray:
     expert=np.arange(SIZE)[None].repeat(len(DRAWS), 0) == SIZE - 1 if config.rl.expert else None,
     draws=DRAWS.size,
   )
-  # An adaptive bonus starts at `entropy_coef`, and the entropy is below any target that these configs have.
+  # An adaptive bonus starts at `entropy_coef`, as the entropy is below the target of all these configs.
   parts = formulas.gradient(groups, config.rl, C, entropy_weight=config.rl.entropy_coef)
   return of_logits(*(x.reshape(-1, C) for x in parts), which['present'])
 

@@ -12,7 +12,7 @@ import tiny
 
 from jaxpost.formats import hf_export, peft
 from jaxpost.models import model as model_lib
-from jaxpost.models import partition, quantization
+from jaxpost.models import quantization
 from jaxpost.monitor import metrics
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import native
@@ -82,9 +82,9 @@ def check_adapters(config, quantized: str, folder) -> dict:
   config: with `lora`.
   quantized: format of the base, or ''.
   """
-  model = partition.build(config)
+  model = model_lib.build(config)
   if quantized:
-    model = quantization.quantize_model(partition.freeze(model, ''), quantized)
+    model = quantization.quantize_model(model_lib.freeze(model, ''), quantized)
   params = model.init(jax.random.key(0))
   random = np.random.RandomState(0)
   for stack in params['lora'].values():
@@ -100,7 +100,7 @@ def check_adapters(config, quantized: str, folder) -> dict:
   assert tiny.largest(adapted - merged) <= 1e-5 * tiny.largest(merged)
   if not quantized:
     peft.writer(model, params, 'base')(folder)
-    loaded = peft.load(folder, model, partition.trained_part(model).shardings(tiny.one_device()))
+    loaded = peft.load(folder, model, model_lib.trained_part(model).shardings(tiny.one_device()))
     jax.tree.map(np.testing.assert_array_equal, loaded['lora'], params['lora'])
   return params
 

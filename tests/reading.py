@@ -91,6 +91,7 @@ OPTIONS = {
   'jaxpost.programs.write_pieces': 'model.path',
   'jaxpost.programs.topk': 'distill.top_k',
   'jaxpost.programs.pages': 'rollout.page_size',
+  'jaxpost.programs.score': 'rl.kl_coef',
   'jaxpost.programs.verify': 'rollout.speculation',
   'jaxpost.programs.reported': 'rollout.top_logprobs',
   'jaxpost.programs.rounding': 'model.param_dtype',
@@ -125,6 +126,7 @@ OPTIONS = {
   'jaxpost.storage.remote': 'data.path',
   'jaxpost.stage.muon': 'optim.name',
   'jaxpost.workers.call': 'reward',  # only for callables, which run in this process
+  'jaxpost.stage.evaluate': 'eval.data',
   'jaxpost.stage.held_out_loss': 'algorithm',
   'jaxpost.stage.reward_models': 'reward_model.path',
   'jaxpost.stage.precompute': 'rl.reference',
@@ -158,9 +160,9 @@ ENTRIES = (
   Entry('reading path: loop, controller, grpo', (LOOP, CONTROLLER, GRPO), (25, 5_000, 6), (21, 3_510, 6)),
   Entry('core: with the native sampler', (LOOP, CONTROLLER, GRPO, NATIVE), (55, 10_000, 9), (43, 7_995, 6)),
   Entry(
-    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (63, 12_000, 8), lazy=False
+    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (60, 11_970, 7), lazy=False
   ),
-  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (119, 22_020, 10)),
+  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (112, 21_760, 10)),
   # Modules of other algorithms do not count, as a run has one algorithm. The aim is what was measured when this entry
   # was added. The limit was raised once, by 290 lines and 3 modules, for fixes of defects: the new modules keep code
   # that few runs need out of the entries above.
@@ -168,7 +170,7 @@ ENTRIES = (
     '... with all that options select',
     (GRPO, 'launch.train'),
     (255, 40_910, 18),
-    (254, 41_065, 20),
+    (249, 41_040, 20),
     options=('jaxpost.algorithms',),
   ),
 )

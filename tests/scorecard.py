@@ -103,7 +103,7 @@ ROWS = (
       'test_bad_input.py',
       'test_row_properties.py::test_no_wrong_type_passes',
       'test_submit.py::test_bad_input_is_one_line',
-      'test_openai_server.py::test_what_cannot_be',
+      'test_openai_server.py::test_invalid_request',
     ),
     ('test_launch.py::test_export_refuses', 'test_launch.py::test_evaluate_refuses', 'test_row_properties.py'),
   ),
@@ -141,7 +141,7 @@ ROWS = (
     (
       'test_data_tokenizer.py::test_code_in_a_folder_is_never_run',
       'test_layering.py::test_rule[no_pickle]',
-      'test_rewards_pool.py::test_secrets_stay_here',
+      'test_rewards_pool.py::test_secrets_in_environment_are_hidden_from_workers',
     ),
   ),
   Row(

@@ -1,23 +1,22 @@
-"""A pytest plugin that writes tests/slow.txt: the tests that a plain `pytest` leaves out.
+"""A pytest plugin that writes tests/slow.txt, the list of tests that a plain `pytest` leaves out.
 
     PYTHONPATH=tests pytest --long -p slow     # from scratch
-    PYTHONPATH=tests pytest -p slow            # adds what is still slow in a plain run
+    PYTHONPATH=tests pytest -p slow            # adds tests that are still slow in a plain run
 
-CI leaves out some of them, too: those that take more than LONGEST seconds and are not
-marked `ci`, and of the others of one test function those of more than CHEAP seconds that
-do not fit into BUDGET seconds with the cheaper ones. Where the cases of a function share
-what takes the time, all run. `pytest --long` runs all tests; so does `.ci/run` where JAXPOST_CI_NIGHTLY=1.
+CI leaves out some of them, too, unless they are marked `ci`: tests of more than LONGEST seconds, and cases of a test
+function that take more than CHEAP seconds and do not fit into BUDGET seconds together with its cheaper cases. If the
+cases of a function share the work that takes the time, CI runs all of them. `pytest --long` runs all tests, as does
+`.ci/run` with JAXPOST_CI_NIGHTLY=1.
 
-A line is the seconds of a test and its name. A shared fixture is charged to the first
-test that uses it, and then lists all cases of that test function; where other functions
-use it too, they show up in the plain run.
+A line has the seconds of a test and its name. The time of a shared fixture counts for the first test that uses the
+fixture, so all cases of that test function are listed; if other functions use the fixture, too, they are slow in the
+plain run.
 """
 
 import collections
 import pathlib
 
-# Seconds on two cores with an empty compile cache, where they have AVX512_BF16; with AVX2 only, a test may take twice
-# as long.
+# Seconds on two cores with AVX512_BF16 and an empty compile cache; with AVX2 only, a test may take twice as long.
 LIMIT = 1.5
 BUDGET = 5.0
 LONGEST = 8.0
@@ -44,22 +43,22 @@ def file(test):
 
 def nightly(listed):
   """The tests of `listed`, {test: seconds}, that CI leaves to `--long` unless they are marked `ci`."""
-  # A case that takes nothing shows that another one has made what they share: to leave that one out gains nothing.
-  whole = {function(test) for test, seconds in listed.items() if seconds < 0.1}
+  # A case that takes no time uses what another case has made for both: to leave out that other case gains nothing.
+  sharing = {function(test) for test, seconds in listed.items() if seconds < 0.1}
   spent = collections.Counter()
-  left = set()
+  left_out = set()
   for test in sorted(listed, key=lambda test: (listed[test], test)):
     name = function(test)
-    late = listed[test] > CHEAP and name in spent and spent[name] + listed[test] > BUDGET
-    if name not in whole and (late or listed[test] > LONGEST):
-      left.add(test)
+    over_budget = listed[test] > CHEAP and name in spent and spent[name] + listed[test] > BUDGET
+    if name not in sharing and (over_budget or listed[test] > LONGEST):
+      left_out.add(test)
     else:
       spent[name] += listed[test]
-  return left
+  return left_out
 
 
 def pytest_runtest_logreport(report):
-  if 'nightly' in report.keywords:  # these are left out whatever they take
+  if 'nightly' in report.keywords:  # these are left out in any case
     return
   _took[report.nodeid][report.when] += report.duration
 
@@ -74,5 +73,5 @@ def pytest_sessionfinish(session):
     if took.total() > LIMIT or function(test) in with_fixture:
       slow[test] = took.total()
   LIST.write_text(''.join(f'{slow[test]:.1f} {test}\n' for test in sorted(slow)), 'utf-8')
-  rest = sum(took.total() for test, took in _took.items() if test not in slow)
-  print(f'\n{len(slow)} tests are in {LIST.name}; the others took {rest:.0f} s together')
+  others = sum(took.total() for test, took in _took.items() if test not in slow)
+  print(f'\n{len(slow)} tests are in {LIST.name}; the others took {others:.0f} s together')

@@ -198,7 +198,7 @@ def test_chunked_attention_equals_reference(shape, layer, branches):
 @pytest.mark.parametrize(
   'length, kind', [(512, {}), (523, dict(cap=5.0, sinks=True, window=150)), (512, dict(branches=True))]
 )
-def test_long_rows_recompute_weights_in_backward_pass(monkeypatch, length, kind):
+def test_long_rows_keep_no_weights(monkeypatch, length, kind):
   """The backward pass computes them again, to the same numbers, in less than half of the temporary memory."""
   args, options, g = case((length, 4, 2, 32, 32), **kind)
   run = implementation('chunked', options, tiny.EXACT)  # in chunks of 64

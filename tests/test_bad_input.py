@@ -23,7 +23,7 @@ import tiny
 
 from jaxpost import errors, stages
 from jaxpost.errors import InputError
-from jaxpost.stage import assemble, consistency
+from jaxpost.stage import assemble
 from jaxpost.stage import place as place_lib
 from jaxpost.storage import object_store
 from launch import exits
@@ -802,7 +802,7 @@ def test_checkpoints_behind_a_link_to_nowhere(link, target, tmp_path):
   path.parent.mkdir(exist_ok=True)
   path.symlink_to(target)
   with pytest.raises(InputError, match=f'{path}: is a link that leads nowhere'):
-    consistency.check_workdir(str(tmp_path))
+    object_store.check_workdir(str(tmp_path))
 
 
 def test_a_folder_in_whose_place_something_is(tmp_path):

@@ -1,4 +1,4 @@
-"""What is trained of turns that have a channel, calls of tools or an end of their own, in templates without markers."""
+"""Tests of the trained tokens of chats with channels, tool calls or other turn ends, in templates without markers."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ GPT_OSS = """\
 {%- else %}
   {{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}
 {%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
-# Llama 3.1 shows no content beside a call, and ends it with another token than an answer.
+# Llama 3.1 shows no content beside a tool call, and ends a call with another token than an answer.
 LLAMA = """\
 {%- for m in messages %}{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' }}
 {%- if m.tool_calls %}
@@ -42,7 +42,7 @@ LLAMA = """\
   {{- '{"name": "' + call.name + '", "parameters": ' + call.arguments | tojson + '}<|eom_id|>' }}
 {%- else %}{{- m.content + '<|eot_id|>' }}{%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
-# Mistral has no generation prompt, and refuses turns of one role in a row unless they are calls.
+# Mistral has no generation prompt, and refuses consecutive turns of one role unless they are tool calls.
 MISTRAL = """\
 {%- set asked = namespace(next=true) %}{%- for m in messages %}
 {%- if m.role == 'user' or m.role == 'assistant' and not m.tool_calls %}
@@ -67,23 +67,23 @@ ANALYSIS = '<|channel|>analysis<|message|>hm<|end|>'
 
 @pytest.fixture(scope='module')
 def load(tmp_path_factory):
-  """A function of a template that returns a byte tokenizer with it, and with the tokens of all templates here."""
-  made = tokenizer_lib.load('bytes')
-  made.hf.add_tokens(SPECIAL, special_tokens=True)
+  """Returns a function from a template to a byte tokenizer with it and the special tokens of all templates."""
+  tokenizer = tokenizer_lib.load('bytes')
+  tokenizer.hf.add_tokens(SPECIAL, special_tokens=True)
   folder = tmp_path_factory.mktemp('tokenizer')
-  made.save(folder)
+  tokenizer.save(folder)
   return lambda template: tokenizer_lib.load(folder, template)
 
 
 def render(tokenizer, messages, **options):
-  """The text with [[trained]] parts, as token runs; a trained part begins where a prompt of the sampler ends."""
+  """Returns the text of a chat with [[trained]] parts, each of which begins where a prompt of the sampler ends."""
   example = chat.make_example(tokenizer, {'messages': messages}, 'a.jsonl:1', **options)
-  out, cuts = '', np.flatnonzero(np.diff(example.loss_mask)) + 1
-  for run, mask in zip(np.split(example.tokens, cuts), np.split(example.loss_mask, cuts)):
-    part = tokenizer.decode(run, skip_special=False)
-    out += f'[[{part}]]' if mask[0] else part
+  text, boundaries = '', np.flatnonzero(np.diff(example.loss_mask)) + 1
+  for tokens, mask in zip(np.split(example.tokens, boundaries), np.split(example.loss_mask, boundaries)):
+    part = tokenizer.decode(tokens, skip_special=False)
+    text += f'[[{part}]]' if mask[0] else part
   assert example.tokens.tolist() == tokenizer.encode(tokenizer.render_chat(messages)[0])  # no token is cut in two
-  return out
+  return text
 
 
 @pytest.mark.parametrize(
@@ -101,15 +101,15 @@ def render(tokenizer, messages, **options):
     ),
   ],
 )
-def test_gpt_oss(load, messages, want):
+def test_gpt_oss_trains_assistant_messages_from_their_channel(load, messages, want):
   tokenizer = load(GPT_OSS)
   assert render(tokenizer, messages) == want
   prompt = prompts.prompt_tokens(tokenizer, {'messages': messages}, 'x')
   assert want.replace('[[', '').replace(']]', '').startswith(tokenizer.decode(prompt, skip_special=False))
 
 
-def test_the_last_answer_is_trained_alike_where_the_template_changes_earlier_turns(load):
-  # The reasoning before the call is shown to the sampler, and dropped once the answer follows.
+def test_last_answer_is_trained_where_the_template_drops_earlier_reasoning(load):
+  # The template shows the reasoning before the call to the sampler, and drops it once the answer follows.
   row = [USER, CALL | {'thinking': 'hm'}, RESULT, ANSWER | {'thinking': 'so'}]
   text = render(load(GPT_OSS), row, train_on='completion')
   assert 'hm' not in text
@@ -118,20 +118,20 @@ def test_the_last_answer_is_trained_alike_where_the_template_changes_earlier_tur
 
 
 @pytest.mark.parametrize('key', ['thinking', 'reasoning_content', 'reasoning'])
-def test_reasoning_that_is_dropped_is_refused_by_any_name(load, key):
+def test_dropped_reasoning_is_refused_by_any_key(load, key):
   with pytest.raises(InputError, match='a.jsonl:1: message 1: the chat template drops its reasoning'):
     render(load(GPT_OSS), [USER, ANSWER | {key: 'hm'}, USER, ANSWER])
 
 
-def test_calls_of_llama(load):
+def test_llama_trains_tool_calls_and_their_end(load):
   header = '<|start_header_id|>{}<|end_header_id|>\n\n'.format
-  asked, call = header('user') + 'Q<|eot_id|>' + header('assistant'), '{"name": "f", "parameters": {"a": 1}}<|eom_id|>'
-  assert render(load(LLAMA), [USER, CALL]) == f'{asked}[[{call}]]'
-  answered = f'{header("tool")}R<|eot_id|>{header("assistant")}[[A<|eot_id|>]]'
-  assert render(load(LLAMA), [USER, CALL, RESULT, ANSWER]) == f'{asked}[[{call}]]{answered}'
+  prompt, call = header('user') + 'Q<|eot_id|>' + header('assistant'), '{"name": "f", "parameters": {"a": 1}}<|eom_id|>'
+  assert render(load(LLAMA), [USER, CALL]) == f'{prompt}[[{call}]]'
+  result_and_answer = f'{header("tool")}R<|eot_id|>{header("assistant")}[[A<|eot_id|>]]'
+  assert render(load(LLAMA), [USER, CALL, RESULT, ANSWER]) == f'{prompt}[[{call}]]{result_and_answer}'
 
 
-def test_calls_of_mistral(load):
+def test_mistral_trains_tool_calls_and_refuses_repeated_roles(load):
   call = '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]</s>'
   text = render(load(MISTRAL), [USER, CALL, RESULT, ANSWER])
   assert text.startswith(f'[INST] Q[/INST][[{call}]][TOOL_RESULTS] R[/TOOL_RESULTS]') and text.endswith('[[A</s>]]')

@@ -1,4 +1,4 @@
-"""Attention in chunks and experts among dense layers: what tests/test_families.py does not see of them."""
+"""Llama 4: chunked attention and sparse layers among dense ones, besides the checks of tests/test_families.py."""
 
 import dataclasses
 import functools
@@ -19,19 +19,19 @@ FULL, CHUNKED = 'full_attention', 'chunked_attention'
 
 
 @functools.cache
-def made():
+def model_and_params():
   model = model_lib.build(tiny.chunked())
   return model, tiny.params(model)
 
 
-def test_layers_under_a_scan_are_those_in_a_row():
-  """Forward and gradient, of rows with several documents; queries in chunks that are no multiple of the model's."""
-  model, params = made()
+def test_scanned_layers_equal_unrolled_layers():
+  """Hidden states and gradients of rows with several documents; `q_chunk` is no multiple of the model's chunk size."""
+  model, params = model_and_params()
   ids = tiny.tokens((2, 20))
   segments = np.repeat([[1, 2, 3, 0]], 2, axis=0).repeat([3, 9, 6, 2], axis=1)
   at = np.concatenate([np.arange(n) for n in (3, 9, 6, 2)])[None].repeat(2, axis=0)
 
-  def both(**fields):
+  def grads_and_hidden(**fields):
     compute = dataclasses.replace(tiny.EXACT, **fields)
 
     def loss(p):
@@ -40,47 +40,49 @@ def test_layers_under_a_scan_are_those_in_a_row():
 
     return jax.jit(jax.grad(loss, has_aux=True))(params)
 
-  grads, right = both()
-  again, found = both(unroll=False, remat='full', q_chunk=4)
-  assert tiny.largest(found - right) <= 1e-5 * tiny.largest(right)
+  grads, expected = grads_and_hidden()
+  scanned_grads, scanned = grads_and_hidden(unroll=False, remat='full', q_chunk=4)
+  assert tiny.largest(scanned - expected) <= 1e-5 * tiny.largest(expected)
   jax.tree.map(
-    lambda a, b: np.testing.assert_array_less(tiny.largest(a - b), 1e-4 * tiny.largest(b) + 1e-9), again, grads
+    lambda a, b: np.testing.assert_array_less(tiny.largest(a - b), 1e-4 * tiny.largest(b) + 1e-9), scanned_grads, grads
   )
 
 
-def test_branches_of_a_shared_prompt_are_cut_by_their_positions():
-  """The prompt ends inside a chunk, so that its end and the beginning of each branch see each other."""
-  model, params = made()
-  ids, at = tiny.tokens((1, 28)), np.arange(8, 18)
-  wanted = [tiny.hidden(model, params, np.concatenate([ids[:, :8], x], 1))[0, 8:] for x in (ids[:, 8:18], ids[:, 18:])]
+def test_branches_of_a_shared_prompt_are_chunked_by_position():
+  """The prompt ends inside a chunk, so that the beginning of each branch attends to the end of the prompt."""
+  model, params = model_and_params()
+  ids, branch_positions = tiny.tokens((1, 28)), np.arange(8, 18)
+  expected = [
+    tiny.hidden(model, params, np.concatenate([ids[:, :8], x], 1))[0, 8:] for x in (ids[:, 8:18], ids[:, 18:])
+  ]
   branches = np.repeat([0, 1, 2], (8, 10, 10))[None]
-  positions = np.concatenate([np.arange(8), at, at])[None]
+  positions = np.concatenate([np.arange(8), branch_positions, branch_positions])[None]
   segments = np.ones((1, 28), np.int32)
   rows = dict(branch_ids=branches, compute=tiny.EXACT)
-  found = jax.jit(lambda p: model.forward(p, ids, positions, segments, **rows))(params)[0]
-  assert tiny.largest(found[8:] - np.concatenate(wanted)) <= 1e-5 * tiny.largest(wanted)
+  hidden = jax.jit(lambda p: model.forward(p, ids, positions, segments, **rows))(params)[0]
+  assert tiny.largest(hidden[8:] - np.concatenate(expected)) <= 1e-5 * tiny.largest(expected)
 
 
 @pytest.mark.parametrize('pages', [0, 4])
-def test_slots_are_the_forward_pass(pages):
-  model, params = made()
+def test_decoding_in_slots_equals_forward_pass(pages):
+  model, params = model_and_params()
   engine = proofs.engine(model, max_new_tokens=24, page_size=pages)
   engine.load(params, version=0)
   proofs.check_slots(model, params, engine)
 
 
-def test_64_greedy_tokens_are_those_of_transformers(tmp_path):
+def test_64_greedy_tokens_equal_those_of_transformers(tmp_path):
   proofs.check_greedy_text(tiny.chunked(), tmp_path)
 
 
-def test_grpo(tmp_path):
+def test_grpo_trains_llama4(tmp_path):
   folder = tiny.folder(tmp_path / 'model', family='llama4_text', num_layers=4, num_kv_heads=2)
   proofs.check_grpo(folder, tmp_path / 'run', targets='q|o|gate|shared_down')
 
 
 @pytest.mark.parametrize('quantized', ['', 'int8'])
-def test_adapters_and_quantized_bases(tmp_path, quantized):
-  """Experts, whose inputs are weighted, have adapters in the merged export; `peft` has names for the others."""
+def test_adapters_on_plain_and_quantized_base(tmp_path, quantized):
+  """PEFT has no names for adapters of experts, so that only the quantized case, which exports nothing, has these."""
   targets = 'q|k|v|o|shared_gate' + '|gate|up|down' * bool(quantized)
   params = proofs.check_adapters(tiny.chunked(lora=(2, 5.0, False, targets)), quantized, tmp_path)
   assert {*params['lora']} == {'dense', 'layers'}
@@ -100,7 +102,7 @@ SCOUT = dict(
 )
 
 
-def test_published_fields_are_read():
+def test_published_scout_and_maverick_configs_have_known_sizes():
   cfg, unread = config_json.from_hf(SCOUT, 'config.json')
   assert not unread and cfg.layer_windows[:4] == (8192, 8192, 8192, 0) and cfg.layer_ropes[:4] == (0, 0, 0, 1)
   assert config_json.from_hf(config_export.to_hf(cfg), 'here') == (cfg, [])
@@ -132,6 +134,6 @@ def test_published_fields_are_read():
     (dict(quantization_config=dict(quant_method='compressed-tensors')), 'quantization_config'),
   ],
 )
-def test_what_is_not_built_is_refused_by_name(fields, words):
+def test_unsupported_fields_are_refused_by_name(fields, words):
   with pytest.raises(InputError, match=f'^config.json: .*{words}'):
     config_json.from_hf(SCOUT | fields, 'config.json')

@@ -1,7 +1,7 @@
-"""The bytes that programs send between devices, compared with the lower bound.
+"""Tests of the bytes that compiled programs send between devices, compared with a lower bound.
 
-Counted in the compiled HLO (`planning/cost.py`), on 8 pretended devices and,
-where what compiles for them is installed, for described TPUs and GPUs.
+The bytes are counted in the compiled HLO (`planning/cost.py`), on 8 simulated CPU devices
+and, where their compilers are installed, for described TPUs and GPUs.
 """
 
 import functools
@@ -17,10 +17,10 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MESHES = ('fsdp=8', 'tensor=8', 'fsdp=4,tensor=2', 'data=2,fsdp=4', 'fsdp=2,context=4', 'fsdp=2,context=2,tensor=2')
-RESHARDS = {'fsdp=8': 'data=8', 'fsdp=4,tensor=2': 'data=4,tensor=2'}
-MOST = 1.05  # times the least
+RESHARD_MESHES = {'fsdp=8': 'data=8', 'fsdp=4,tensor=2': 'data=4,tensor=2'}
+MOST = 1.05  # times the lower bound
 
-# Many more tokens a device than the width: else XLA rather gathers those.
+# Each device has many more tokens than the width of the model. Otherwise XLA would gather tokens, not weights.
 DRIVER = '''
 import dataclasses, json, math, sys
 from jaxpost.models import presets
@@ -110,9 +110,9 @@ print(json.dumps(out))
 '''
 
 
-UPDATES = *((mesh, '', 'wide') for mesh in MESHES), *((mesh, '', 'tied') for mesh in MESHES if 'fsdp' in mesh)
-# Training, sampling, the model, scoring: who holds what between the updates.
-HELD = (
+UPDATE_JOBS = *((mesh, '', 'wide') for mesh in MESHES), *((mesh, '', 'tied') for mesh in MESHES if 'fsdp' in mesh)
+# Meshes of training and sampling, the model, and the mesh of scoring, for the arrays held between updates.
+HELD_JOBS = (
   ('fsdp=8', 'data=8', 'wide', ''),
   ('fsdp=8', 'data=4,tensor=2', 'tied', 'fsdp=4,tensor=2'),
   ('fsdp=2,expert=4', 'data=2,expert=2,tensor=2', 'moe', ''),
@@ -122,22 +122,22 @@ IN_CI = ('fsdp=8', '', 'tied'), ('tensor=8', '', 'wide'), ('fsdp=2,context=2,ten
 
 @functools.cache
 def counted(topology, dtype, jobs):
-  """{job: figures}."""
-  done = subprocess.run(
+  """Compiles the jobs in a child process, and returns {job: figures}."""
+  result = subprocess.run(
     [sys.executable, '-c', DRIVER, topology, dtype, json.dumps(jobs)],
     cwd=ROOT,
     text=True,
     capture_output=True,
     env=os.environ | {'PYTHONPATH': str(ROOT)},
   )
-  assert done.returncode == 0, done.stderr[-3000:]
-  return dict(zip(jobs, json.loads(done.stdout.splitlines()[-1])))
+  assert result.returncode == 0, result.stderr[-3000:]
+  return dict(zip(jobs, json.loads(result.stdout.splitlines()[-1])))
 
 
 def by_axis(figures):
-  """{axis: (bytes that are sent, the least)}.
+  """Returns {axis: (bytes that are sent, lower bound)}.
 
-  What is summed over two axes at once counts for both together.
+  Bytes that are summed over two axes at once count for both axes together.
   """
   out = {}
   for axes in figures['least'].values():
@@ -147,53 +147,54 @@ def by_axis(figures):
     for axis, count in axes.items():
       sent, least = out.get(axis, (0.0, 0.0))
       out[axis] = sent + count, least
-  whole = sum(least for _, least in out.values())
-  if any('+' in axis and sent > 1e-2 * whole for axis, (sent, _) in out.items()):
-    return {'all': (sum(sent for sent, _ in out.values()), whole)}
+  total = sum(least for _, least in out.values())
+  if any('+' in axis and sent > 1e-2 * total for axis, (sent, _) in out.items()):
+    return {'all': (sum(sent for sent, _ in out.values()), total)}
   return out
 
 
-def check(figures):
+def assert_near_lower_bound(figures):
+  """Asserts that each mesh axis sends at most MOST times its lower bound."""
   assert not figures['unknown']
   axes = by_axis(figures)
   assert axes
-  whole = sum(least for _, least in axes.values())
+  total = sum(least for _, least in axes.values())
   for axis, (sent, least) in axes.items():
     if not least:  # counts, norms, tokens
-      assert sent < 1e-2 * whole, (axis, sent, figures)
+      assert sent < 1e-2 * total, (axis, sent, figures)
       continue
     assert 0 < sent <= MOST * least, (axis, sent / least, figures)
 
 
 @pytest.fixture(scope='module')
 def updates(request):
-  """{job: figures} of the updates that are tested, from one process."""
-  tested = [item for item in request.session.items if item.path == request.path]
-  jobs = [item.callspec.params['job'] for item in tested if 'updates' in item.fixturenames]
+  """Returns {job: figures} of the selected update tests, which one process compiles."""
+  items = [item for item in request.session.items if item.path == request.path]
+  jobs = [item.callspec.params['job'] for item in items if 'updates' in item.fixturenames]
   return counted('cpu:8', 'float32', tuple(jobs))
 
 
 @pytest.mark.parametrize(
-  'job', [pytest.param(job, marks=() if job in IN_CI else pytest.mark.nightly) for job in UPDATES], ids=' '.join
+  'job', [pytest.param(job, marks=() if job in IN_CI else pytest.mark.nightly) for job in UPDATE_JOBS], ids=' '.join
 )
-def test_an_update_sends_little_more_than_the_least(job, updates):
+def test_update_sends_little_more_than_the_lower_bound(job, updates):
   figures = updates[job]
-  check(figures)
-  looked(figures, 'update in.params', 'update in.opt_state', 'update out')
+  assert_near_lower_bound(figures)
+  assert_not_replicated(figures, 'update in.params', 'update in.opt_state', 'update out')
 
 
-def looked(figures, *places):
-  """Large arrays were found in each of these, none of them replicated."""
+def assert_not_replicated(figures, *places):
+  """Asserts that large arrays were found at each of these places, and that none of them is replicated."""
   copies = figures['copies']
-  assert not {path: n for path, n in copies.items() if n}
+  assert not {path: factor for path, factor in copies.items() if factor}
   for place in places:
     assert any(path.startswith(place) for path in copies), (place, copies)
 
 
-@pytest.mark.parametrize('job', HELD, ids=' '.join)
-def test_who_samples_or_scores_holds_no_more_than_its_mesh_asks(job):
-  looked(
-    counted('cpu:8', 'float32', HELD)[job],
+@pytest.mark.parametrize('job', HELD_JOBS, ids=' '.join)
+def test_sampler_and_scorer_hold_only_their_shards(job):
+  assert_not_replicated(
+    counted('cpu:8', 'float32', HELD_JOBS)[job],
     'score reference',
     'generate weights',
     'generate state.k',
@@ -204,16 +205,16 @@ def test_who_samples_or_scores_holds_no_more_than_its_mesh_asks(job):
   )
 
 
-@pytest.mark.parametrize('train', RESHARDS)
-def test_so_does_the_reshard_to_the_sampler(train):
-  jobs = tuple((*meshes, 'wide') for meshes in RESHARDS.items())
-  figures = counted('cpu:8', 'float32', jobs)[train, RESHARDS[train], 'wide']
+@pytest.mark.parametrize('train', RESHARD_MESHES)
+def test_reshard_to_the_sampler_sends_little_more_than_the_lower_bound(train):
+  jobs = tuple((*meshes, 'wide') for meshes in RESHARD_MESHES.items())
+  figures = counted('cpu:8', 'float32', jobs)[train, RESHARD_MESHES[train], 'wide']
   sent = sum(sum(axes.values()) for axes in figures['found'].values())
   least = sum(sum(axes.values()) for axes in figures['least'].values())
   assert 0 < sent <= MOST * least, figures
 
 
-def described(topology, mesh, preset, package):
+def described_case(topology, mesh, preset, package):
   return pytest.param(
     topology,
     (mesh, '', preset),
@@ -226,10 +227,13 @@ def described(topology, mesh, preset, package):
 @pytest.mark.long
 @pytest.mark.parametrize(
   'topology, job',
-  [described('v5e:2x4', 'tensor=8', 'wide', 'libtpu'), described('h200:1x1x8', 'fsdp=8', 'tied', 'jax_cuda13_plugin')],
+  [
+    described_case('v5e:2x4', 'tensor=8', 'wide', 'libtpu'),
+    described_case('h200:1x1x8', 'fsdp=8', 'tied', 'jax_cuda13_plugin'),
+  ],
 )
-def test_an_update_for_described_chips(topology, job):
-  check(counted(topology, 'bfloat16', (job,))[job])
+def test_update_for_described_chips_sends_little_more_than_the_lower_bound(topology, job):
+  assert_near_lower_bound(counted(topology, 'bfloat16', (job,))[job])
 
 
 LOOPS = r"""
@@ -269,12 +273,12 @@ print(json.dumps(out))
 """
 
 
-def test_slots_on_devices_of_their_own_wait_for_nobody():
-  """No token asks another device, only what the host reads of a block is.
+def test_decoding_sends_nothing_per_token_unless_split_over_tensor():
+  """Only what the host reads of a block is sent.
 
   Over `tensor`, each token has one all-to-all of the logits, from parts of the vocabulary to parts of the slots.
   """
-  done = subprocess.run(
+  result = subprocess.run(
     [sys.executable, '-c', LOOPS, 'data=8', 'fsdp=4,data=2', 'data=4,tensor=2'],
     capture_output=True,
     text=True,
@@ -282,16 +286,16 @@ def test_slots_on_devices_of_their_own_wait_for_nobody():
     cwd=ROOT,
     env=os.environ | {'PYTHONPATH': str(ROOT)},
   )
-  assert done.returncode == 0, done.stderr[-3000:]
-  found = json.loads(done.stdout.splitlines()[-1])
-  for mesh, programs in found.items():
+  assert result.returncode == 0, result.stderr[-3000:]
+  by_mesh = json.loads(result.stdout.splitlines()[-1])
+  for mesh, programs in by_mesh.items():
     assert programs
     for sent, each_token in programs:
       assert sent and bool(each_token) == ('tensor' in mesh), mesh
       if each_token:
-        vocab, mine = 320, 16 // 8
-        assert [size for kind, size in each_token if kind == 'all-to-all'] == [vocab * mine]
-        # Log-probs.
+        vocab, slots_of_device = 320, 16 // 8
+        assert [size for kind, size in each_token if kind == 'all-to-all'] == [vocab * slots_of_device]
+        # All other arrays are log-probs.
         assert all(size <= 16 for kind, size in each_token if kind not in ('all-to-all', 'all-reduce')), each_token
 
 
@@ -328,10 +332,10 @@ print(json.dumps(out))
 """
 
 
-def test_a_tensor_device_draws_for_slots_of_its_own():
-  """Draws are those of one device, bit for bit, also where the devices do not divide the slots."""
-  done = children.run('-c', DRAWS, devices=4, timeout=600)
-  for case in json.loads(done.stdout.splitlines()[-1]):
+def test_tensor_devices_draw_the_tokens_of_one_device():
+  """The tokens are equal bit for bit, also where the number of devices does not divide that of the slots."""
+  result = children.run('-c', DRAWS, devices=4, timeout=600)
+  for case in json.loads(result.stdout.splitlines()[-1]):
     assert all(case['same']) and len(set(case['tokens'])) > 3, case
 
 
@@ -379,11 +383,11 @@ print(json.dumps(dict(
 """
 
 
-def test_adapters_add_no_large_sum_over_tensor():
-  """[B, T, D] is summed once for gate and up, and in the type of activations; with adapters, [B, T, rank] is, too."""
-  done = children.run('-c', ADAPTED, devices=4, timeout=600)
-  found = json.loads(done.stdout.splitlines()[-1])
-  large, low = 2 * 64 * 32, 2 * 64 * 4
-  assert found['gradient'] == found['down'] == [large]
-  assert found['adapted'] == [low, low, large] and found['adapted_down'] == [low, large]
-  assert found['types'] == [['bf16'], ['bf16', 'f32']]  # of x W, and of x A B, which no device has a part of
+def test_adapters_add_only_small_sums_over_tensor():
+  """For gate and up, [B, T, D] is summed once, in the type of activations. Adapters add sums of [B, T, rank]."""
+  result = children.run('-c', ADAPTED, devices=4, timeout=600)
+  sums = json.loads(result.stdout.splitlines()[-1])
+  large, small = 2 * 64 * 32, 2 * 64 * 4
+  assert sums['gradient'] == sums['down'] == [large]
+  assert sums['adapted'] == [small, small, large] and sums['adapted_down'] == [small, large]
+  assert sums['types'] == [['bf16'], ['bf16', 'f32']]  # of x W, and of x A B, which is no partial sum on any device

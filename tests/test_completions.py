@@ -64,7 +64,7 @@ def finished(weights, source, tmp_path_factory):
   return out
 
 
-def test_sampled_rows_keep_their_columns(finished, source, weights):
+def test_rows_keep_their_columns(finished, source, weights):
   inputs = [json.loads(x) for x in source.read_text().splitlines()]
   outputs = [json.loads(x) for x in finished.read_text().splitlines()]
   assert len(inputs) == len(outputs)
@@ -166,7 +166,7 @@ def test_typed_prompt_has_the_form_of_the_training_data(weights, tmp_path, row, 
 
 
 @pytest.mark.parametrize('kept_rows', [0, 3, 4, 7, 12])
-def test_truncated_output_file_is_continued(weights, source, finished, tmp_path, kept_rows):
+def test_a_cut_file_is_continued(weights, source, finished, tmp_path, kept_rows):
   """The file may be cut anywhere, also in the middle of a row; whole batches of four rows are kept."""
   lines = finished.read_bytes().splitlines(keepends=True)
   out = tmp_path / 'out.jsonl'
@@ -280,7 +280,7 @@ def test_chat_refuses_lines_that_are_not_utf8_and_goes_on(weights, monkeypatch):
   assert replied == ['hello'] and out.getvalue().count('this message is not valid UTF-8; type it again\n') == 3
 
 
-def test_chat_without_chat_template_is_refused(tmp_path):
+def test_a_chat_without_a_template_is_refused_before_it_begins(tmp_path):
   tokenizer.load('bytes').save(tiny.folder(tmp_path / 'nano'))
   (tmp_path / 'nano/chat_template.jinja').unlink()
   command = [sys.executable, '-m', 'launch.chat', f'--model={tmp_path}/nano']
@@ -336,7 +336,7 @@ def test_slots_are_limited_by_free_memory(weights, monkeypatch):
     completions.draw(fitting, prompts, draws)
 
 
-def test_streamed_tokens_equal_the_completion(weights):
+def test_streaming_gives_the_completion(weights):
   (prompt,) = completions.make_prompts(weights, ['17+25='])
   draws = completions.Draws(max_new_tokens=40, seed=3)
   expected = completions.complete(weights, [prompt], draws)

@@ -18,7 +18,7 @@ def nested(path, value=1):
 
 
 @pytest.mark.parametrize('old', field_names.RENAMED)
-def test_renamed_field_is_refused_with_its_new_name(old):
+def test_an_old_name_is_refused_with_the_new_one(old):
   new = field_names.RENAMED[old]
   with pytest.raises(InputError, match=rf'^config\.{old}: has been renamed; write config\.{new}$'):
     config_lib.parse(nested(old))
@@ -31,7 +31,7 @@ def test_new_names_are_fields_and_old_ones_are_not(old, new):
   assert field_names.field_type(new) and not field_names.field_type(old)
 
 
-def test_resuming_run_of_older_version_is_refused_with_new_names(tmp_path):
+def test_a_run_of_an_older_version_is_refused_with_one_line(tmp_path):
   (tmp_path / 'config.json').write_text(json.dumps(nested('rollout.lag') | {'algorithm': 'grpo'}))
   configs = config_lib.parse({})
   with pytest.raises(InputError, match='was written by another version of jaxpost') as caught:

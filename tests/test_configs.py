@@ -1,7 +1,4 @@
-"""The recipes in configs/, and that every field of the schema is read.
-
-Each recipe trains a step in this process, shrunk as far as it goes.
-"""
+"""The recipes in configs/ parse and train a step in small, and library code reads every field of the config schema."""
 
 import ast
 import collections
@@ -25,7 +22,7 @@ from tests import tiny
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 FILES = sorted(f for f in (CLONE / 'configs').glob('*.py') if f.stem != '__init__')
 NAMES = [f.stem for f in FILES]
-SMALL = ('runlocal', 'short')  # at least one of them a file
+SMALL = ('runlocal', 'short')  # arguments for a small form; each recipe has at least one of them
 
 
 def module(name):
@@ -33,13 +30,14 @@ def module(name):
 
 
 def arguments(name):
-  """{argument: default} of a config file, from its call of parse_arg."""
+  """{argument: default} of a recipe, from its call of parse_arg."""
   for node in ast.walk(ast.parse((CLONE / f'configs/{name}.py').read_text())):
     if isinstance(node, ast.Call) and ast.unparse(node.func) == 'parse_arg':
       return {k.arg: ast.literal_eval(k.value) for k in node.keywords}
   raise AssertionError(f'configs/{name}.py: get_config never calls parse_arg')
 
 
+# Values of the argument `method` by recipe.
 METHODS = {
   'grpo_gsm8k': ('dr_grpo', 'dapo', 'gspo', 'cispo', 'sapo', 'rloo', 'reinforce_pp', 'reinforce_pp_baseline', 'remax'),
   'dpo_hh': ('orpo', 'cpo', 'simpo'),
@@ -47,19 +45,20 @@ METHODS = {
 
 
 def variants(name):
-  """Returns all texts that may follow the colon: none, each switch, each known model."""
-  found = arguments(name)
-  switches = [k for k, v in found.items() if isinstance(v, bool)]
-  models = vars(module(name)).get('MODELS', {}) if 'model' in found else {}
+  """All texts that may follow the colon of --config: none, each switch, each known model, each method."""
+  defaults = arguments(name)
+  switches = [k for k, v in defaults.items() if isinstance(v, bool)]
+  models = vars(module(name)).get('MODELS', {}) if 'model' in defaults else {}
   return ['', *switches, *(f'model={m}' for m in models), *(f'method={m}' for m in METHODS.get(name, ()))]
 
 
 def small(name):
+  """The argument for the small form of a recipe."""
   return next(v for v in SMALL if v in arguments(name))
 
 
 @pytest.mark.parametrize('name', NAMES)
-def test_docstring_has_the_command(name):
+def test_docstring_has_a_command_with_existing_fields(name):
   doc = module(name).__doc__
   command = re.search(r'^python -m launch\.train (.*)', doc, re.M)
   assert command, f'configs/{name}.py: its docstring has no command'
@@ -87,16 +86,16 @@ def test_variant_parses(name, variant):
 
 @pytest.mark.parametrize('name', NAMES)
 def test_unknown_variant_is_refused_with_a_suggestion(name):
-  want = small(name)
-  for typo in (want[:-1], f'{want}s=1'):
-    with pytest.raises(InputError, match=f'did you mean {want!r}'):
+  argument = small(name)
+  for typo in (argument[:-1], f'{argument}s=1'):
+    with pytest.raises(InputError, match=f'did you mean {argument!r}'):
       module(name).get_config(typo)
   with pytest.raises(InputError, match='must be true or false'):
-    module(name).get_config(f'{want}=perhaps')
+    module(name).get_config(f'{argument}=perhaps')
 
 
 def shrunk(name, model):
-  """The small variant of a recipe, as small as it gets."""
+  """The small form of a recipe for one step with few and short samples."""
   config = module(name).get_config(small(name))
   over = dict(
     train=dict(steps=1, batch_size=2, row_length=96),
@@ -116,7 +115,7 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.parametrize('name', NAMES)
-def test_trains_offline(name, model, tmp_path):
+def test_recipe_trains_a_step_offline(name, model, tmp_path):
   config = shrunk(name, model)
   summary = stages.run(config, tmp_path, rich.console.Console(quiet=True))
   for stage in schema.parse(config.to_dict()):
@@ -132,7 +131,7 @@ def recipes(monkeypatch):
 
 
 @pytest.mark.parametrize('name', NAMES)
-def test_the_docstring_has_the_figure_of_the_small_form(name, recipes):
+def test_docstring_has_measured_figure_of_small_form(name, recipes):
   doc = ' '.join(module(name).__doc__.replace('`', '').split())
   if name in recipes.WHOLE:
     return
@@ -149,14 +148,14 @@ def test_the_page_of_recipes_is_up_to_date(recipes):
 
 
 def test_sft_and_grpo_differ_in_few_lines():
-  one, two = ((CLONE / f'configs/{a}_gsm8k.py').read_text().splitlines() for a in ('sft', 'grpo'))
-  lines = [x for x in difflib.ndiff(one, two) if x.startswith('+ ')]
-  assert len(lines) <= 15, '\n'.join(lines)
+  sft, grpo = ((CLONE / f'configs/{a}_gsm8k.py').read_text().splitlines() for a in ('sft', 'grpo'))
+  added = [x for x in difflib.ndiff(sft, grpo) if x.startswith('+ ')]
+  assert len(added) <= 15, '\n'.join(added)
 
 
 # ---------------------------------------------------------- the schema itself
 
-# Arguments that are handed one block of the config.
+# Arguments of functions, (module, argument): block of the config that they are.
 ARGUMENTS = {
   ('algorithms/grpo', 'rl'): 'rl',
   ('stage/prepare', 'section'): 'model',
@@ -167,13 +166,14 @@ ARGUMENTS = {
   ('algorithms/distill', 'options'): 'distill',
   **{(f'losses/{name}', 'options'): 'rl' for name in ('policy_gradient', 'surrogates', 'importance', 'rejection')},
 }
-# Read by config.py itself: by parse, and by rewards_tuple.
+# Fields that config.py itself reads, in parse and rewards_tuple.
 OF_CONFIG = ('stages', 'reward', 'user')
-# These parse the config, or print or time what others read.
+# Modules that parse the config, or print or time a run: that they read a field gives it no effect.
 NOT_A_RUN = ('stage/config', 'tools/inference', 'tools/preview_stage', 'tools/completions', 'tools/bench')
 
 
 def leaves(kind=schema.Config, prefix=''):
+  """Yields the dotted names of all fields that are no blocks."""
   for field in dataclasses.fields(kind):
     if dataclasses.is_dataclass(field.default):
       yield from leaves(type(field.default), f'{prefix}{field.name}.')
@@ -182,8 +182,8 @@ def leaves(kind=schema.Config, prefix=''):
 
 
 def reads(text):
-  """{field: places} of the fields that modules {name: text} read."""
-  found = collections.defaultdict(list)
+  """{field: [module:line]} of the fields that modules {name: text} read."""
+  places = collections.defaultdict(list)
   for name, code in text.items():
     tree = ast.parse(code)
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
@@ -197,14 +197,15 @@ def reads(text):
       for node in ast.walk(scope):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
           if path := _path(node, alias):
-            found[path].append(f'{name}:{node.lineno}')
-  for name, estimator in advantages.ESTIMATORS.items():  # reads them by name
+            places[path].append(f'{name}:{node.lineno}')
+  for name, estimator in advantages.ESTIMATORS.items():  # estimators get the fields by name
     for field in estimator.reads.values():
-      found[f'rl.{field}'].append(name)
-  return found
+      places[f'rl.{field}'].append(name)
+  return places
 
 
 def _pairs(assign):
+  """(target, value) of each variable that an assignment sets."""
   target, value = assign.targets[0], assign.value
   if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
     return list(zip(target.elts, value.elts))
@@ -212,7 +213,7 @@ def _pairs(assign):
 
 
 def _path(node, alias):
-  """'optim.lr' of `o.lr` where o is an alias, and of `x.config.optim.lr`."""
+  """'optim.lr' of the expression `o.lr` where alias['o'] is 'optim', and of `x.config.optim.lr`; else ''."""
   parts = []
   while isinstance(node, ast.Attribute):
     parts.insert(0, node.attr)
@@ -227,6 +228,7 @@ def _path(node, alias):
 
 
 def source():
+  """{name: text} of the modules that are part of a run."""
   return {
     name: file.read_text()
     for file in sorted((CLONE / 'jaxpost').rglob('*.py'))
@@ -235,20 +237,21 @@ def source():
 
 
 @pytest.fixture(scope='module')
-def found():
+def places():
   return reads(source())
 
 
 @pytest.mark.parametrize('leaf', list(leaves()))
-def test_field_is_read(leaf, found):
+def test_field_is_read(leaf, places):
   if leaf not in OF_CONFIG:
-    assert found[leaf], f'config.{leaf} changes nothing: no module reads it; remove it from config.py, or use it'
+    assert places[leaf], f'config.{leaf} changes nothing: no module reads it; remove it from config.py, or use it'
 
 
-def test_a_field_that_nobody_reads_is_noticed():
+def test_unread_field_is_noticed():
+  """Removes the only reads of three fields from the source."""
   text = {
     k: re.sub(r'\.end_lr\b', '.lr', v).replace('config.save, config.log', 'config.log, config.log')
     for k, v in source().items()
   }
-  lost = set(leaves()) - set(reads(text)) - set(OF_CONFIG)
-  assert lost == {'optim.end_lr', 'save.keep', 'save.best_mode'}
+  unread = set(leaves()) - set(reads(text)) - set(OF_CONFIG)
+  assert unread == {'optim.end_lr', 'save.keep', 'save.best_mode'}

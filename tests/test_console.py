@@ -21,8 +21,9 @@ import jaxpost
 from jaxpost import stages
 from jaxpost.data import sources, tokenizer
 from jaxpost.errors import InputError
-from jaxpost.models import lora, partition
-from jaxpost.monitor import activity, metrics, start, timeline, titles
+from jaxpost.models import lora
+from jaxpost.models import model as model_lib
+from jaxpost.monitor import activity, display, metrics, start, timeline
 from jaxpost.programs import compile as compile_lib
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import epochs, json_schema, optim, prepare, resumed_run
@@ -67,7 +68,7 @@ def test_each_phase_of_a_step_is_named():
     with timer('sample'):
       timer._mark -= 9
       assert timer.doing() == 'grpo 3/40: sampling (9 s)'
-  assert all(titles.title(f'time/{phase}').startswith('Seconds ') for phase in metrics.PHASES)
+  assert all(display.title(f'time/{phase}').startswith('Seconds ') for phase in metrics.PHASES)
 
 
 class Clock(io.StringIO):
@@ -491,7 +492,7 @@ def test_max_samples_of_a_mixture():
   ],
 )
 def test_peft_names_of_targets(theirs, ours):
-  assert lora.target_pattern(theirs, partition.build(tiny.config()).table, 2) == ours
+  assert lora.target_pattern(theirs, model_lib.build(tiny.config()).table, 2) == ours
 
 
 def test_warmup_ratio():

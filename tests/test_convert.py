@@ -1,4 +1,4 @@
-"""Settings of other libraries become a config that can be read, and none is lost."""
+"""Tests of launch.convert: settings of TRL, verl, Tunix and MaxText become a valid config or are listed."""
 
 import json
 import operator
@@ -92,7 +92,7 @@ num_epoch: 3
 """,
   ),
 }
-WANTED = {
+EXPECTED = {
   'trl': {
     'optim.lr': 1e-5,
     'rollout.group_size': 16,
@@ -121,7 +121,7 @@ WANTED = {
   'tunix': {'train.steps': 3738, 'optim.lr': 3e-6, 'optim.schedule': 'cosine', 'rl.kl_coef': 0.08, 'lora.rank': 64},
   'maxtext': {'algorithm': 'gspo', 'rl.clip_high': 0.2, 'model.param_dtype': 'bfloat16', 'optim.clip_norm': 0.1},
 }
-LOST = {
+UNMAPPED = {
   'trl': {'per_device_train_batch_size', 'use_vllm', 'use_peft', 'output_dir'},
   'verl': {'data.train_files', 'algorithm.use_kl_in_reward'},
   'tunix': {'rollout_engine', 'rl_training_config.num_train_epochs'},
@@ -139,64 +139,64 @@ def value(config, field):
 def converted(request, tmp_path):
   name, text = FILES[request.param]
   (tmp_path / name).write_text(text)
-  given = convert.read(str(tmp_path / name))
-  return request.param, tmp_path, given, *convert.convert(request.param, given)
+  settings = convert.read(str(tmp_path / name))
+  return request.param, tmp_path, settings, *convert.convert(request.param, settings)
 
 
 def test_each_setting_is_mapped_or_named(converted):
-  library, folder, given, config, settings = converted
-  assert [s.name for s in settings] == list(given)
-  for field, wanted in WANTED[library].items():
-    assert value(config, field) == wanted, field
+  library, folder, source, config, settings = converted
+  assert [s.name for s in settings] == list(source)
+  for field, expected in EXPECTED[library].items():
+    assert value(config, field) == expected, field
   text = convert.as_yaml(library, 'file', config, settings)
-  lost = {s.name for s in settings if not s.fields}
-  assert LOST[library] <= lost and all(s.reason for s in settings if not s.fields)
-  assert all(name in text.split('# Not mapped:')[1] for name in lost)
-  # The result is a config.
+  unmapped = {s.name for s in settings if not s.fields}
+  assert UNMAPPED[library] <= unmapped and all(s.reason for s in settings if not s.fields)
+  assert all(name in text.split('# Not mapped:')[1] for name in unmapped)
+  # The text is a valid config of the same method.
   (folder / 'ours.yaml').write_text(text)
   parsed = config_lib.parse(prepare.as_dict(yaml_config.get_config(folder / 'ours.yaml')))
   assert next(iter(parsed.values())).algorithm == config['algorithm']
 
 
 @pytest.mark.parametrize('library', convert.LIBRARIES)
-def test_the_tables_name_fields(library):
+def test_tables_map_to_existing_fields(library):
   for fields in convert._TABLES[library].values():
     assert fields.startswith('!') or set(fields.split()) <= field_names.FIELDS.keys(), fields
 
 
-def test_a_value_that_the_field_refuses_is_named():
+def test_value_that_its_field_refuses_is_not_mapped():
   _, (setting,) = convert.convert('trl', {'lr_scheduler_type': 'polynomial'})
   assert not setting.fields and 'polynomial' in setting.reason
 
 
 @pytest.mark.parametrize('value, ours', [(False, 'none'), (True, 'group'), ('batch', 'batch')])
-def test_the_scale_of_rewards_of_trl_may_be_a_switch(value, ours):
+def test_scale_rewards_of_trl_may_be_a_bool(value, ours):
   config, _ = convert.convert('trl', {'scale_rewards': value})
   assert config['rl']['scale_rewards'] == ours
 
 
-def test_a_schedule_of_trl_with_a_smallest_rate():
-  given = {'lr_scheduler_type': 'cosine_with_min_lr', 'lr_scheduler_kwargs.min_lr_rate': 0.1}
-  config, (_, rate) = convert.convert('trl', given)
+def test_cosine_with_min_lr_of_trl_becomes_end_lr():
+  settings = {'lr_scheduler_type': 'cosine_with_min_lr', 'lr_scheduler_kwargs.min_lr_rate': 0.1}
+  config, (_, rate) = convert.convert('trl', settings)
   assert config['optim'] == {'schedule': 'cosine'} and 'fraction of the peak' in rate.reason
-  config, _ = convert.convert('trl', given | {'lr_scheduler_kwargs.min_lr': 1e-7})
+  config, _ = convert.convert('trl', settings | {'lr_scheduler_kwargs.min_lr': 1e-7})
   assert config['optim'] == {'schedule': 'cosine', 'end_lr': 1e-7}
-  config, _ = convert.convert('trl', given | {'learning_rate': 1e-6, 'warmup_steps': 0.1})
+  config, _ = convert.convert('trl', settings | {'learning_rate': 1e-6, 'warmup_steps': 0.1})
   assert config['optim'] == {'schedule': 'cosine', 'end_lr': pytest.approx(1e-7), 'lr': 1e-6, 'warmup_ratio': 0.1}
 
 
-def test_a_script_of_python_is_refused_in_words(tmp_path):
+def test_python_script_is_refused_with_the_accepted_formats(tmp_path):
   (tmp_path / 'dpo.py').write_text('args = DPOConfig(beta=0.05, loss_type=["sigmoid", "sft"])')
   with pytest.raises(InputError, match=r'dpo\.py: is Python, .* \.yaml file'):
     convert.read(tmp_path / 'dpo.py')
 
 
-def test_beta_of_dpo():
+def test_beta_of_dpo_is_a_preference_field():
   config, _ = convert.convert('trl', {'beta': 0.1}, 'dpo')
   assert config['preference'] == {'beta': 0.1} and 'rl' not in config
 
 
-def test_files_that_hold_nothing(tmp_path):
+def test_files_without_settings_are_refused(tmp_path):
   (tmp_path / 'a.sh').write_text('echo hello\n')
   (tmp_path / 'c.yaml').write_bytes('name: café'.encode('latin-1'))
   for name, words in (('a.sh', 'holds no settings'), ('b.yaml', 'no such file'), ('c.yaml', "c.yaml: 'utf-8' codec")):
@@ -204,27 +204,29 @@ def test_files_that_hold_nothing(tmp_path):
       convert.read(str(tmp_path / name))
 
 
-def test_the_command(tmp_path):
+def test_convert_command_writes_a_config_and_lists_unmapped_settings(tmp_path):
   name, text = FILES['tunix']
   (tmp_path / name).write_text(text)
   command = [sys.executable, '-m', 'launch.convert']
   out = tmp_path / 'new' / 'ours.yaml'
-  done = subprocess.run([*command, 'tunix', tmp_path / name, f'--out={out}'], cwd=CLONE, text=True, capture_output=True)
-  assert done.returncode == 0 and 'rollout_engine' in done.stderr.split('not mapped: ')[1], done.stderr
-  assert 'names no method, so this is a config of grpo' in done.stderr
+  result = subprocess.run(
+    [*command, 'tunix', tmp_path / name, f'--out={out}'], cwd=CLONE, text=True, capture_output=True
+  )
+  assert result.returncode == 0 and 'rollout_engine' in result.stderr.split('not mapped: ')[1], result.stderr
+  assert 'names no method, so this is a config of grpo' in result.stderr
   assert yaml.safe_load(out.read_text())['rollout']['max_new_tokens'] == 768
-  done = subprocess.run([*command, 'verl', tmp_path / name], cwd=CLONE, text=True, capture_output=True)
-  assert f'looks like settings of tunix: write launch.convert tunix {tmp_path / name}' in done.stderr
-  done = subprocess.run([*command, 'axolotl', tmp_path / name], cwd=CLONE, text=True, capture_output=True)
-  assert done.returncode == 2 and 'maxtext' in done.stderr
+  result = subprocess.run([*command, 'verl', tmp_path / name], cwd=CLONE, text=True, capture_output=True)
+  assert f'looks like settings of tunix: write launch.convert tunix {tmp_path / name}' in result.stderr
+  result = subprocess.run([*command, 'axolotl', tmp_path / name], cwd=CLONE, text=True, capture_output=True)
+  assert result.returncode == 2 and 'maxtext' in result.stderr
 
 
 @pytest.mark.parametrize('library', FILES)
-@pytest.mark.parametrize('told', FILES)
-def test_a_file_of_another_library_is_told(library, told, tmp_path):
+@pytest.mark.parametrize('assumed', FILES)
+def test_file_of_another_library_is_recognized(library, assumed, tmp_path):
   (tmp_path / FILES[library][0]).write_text(FILES[library][1])
-  given = convert.read(str(tmp_path / FILES[library][0]))
-  assert convert.looks_like(told, given) == ('' if told == library else library)
+  source = convert.read(str(tmp_path / FILES[library][0]))
+  assert convert.looks_like(assumed, source) == ('' if assumed == library else library)
 
 
 RL = {'per_device_train_batch_size': 4, 'gradient_accumulation_steps': 8, 'num_generations': 8}
@@ -242,7 +244,7 @@ RL = {'per_device_train_batch_size': 4, 'gradient_accumulation_steps': 8, 'num_g
     ('grpo', {'generation_batch_size': 64}, None, 'num_generations; the file lacks num_generations'),
   ],
 )
-def test_a_batch_of_trl_s_rl_is_prompts(method, given, prompts, lacks):
+def test_batch_of_trl_rl_becomes_prompts_per_rollout(method, given, prompts, lacks):
   config, settings = convert.convert('trl', given, method)
   (batch,) = (s for s in settings if s.name in ('per_device_train_batch_size', 'generation_batch_size'))
   assert lacks in batch.reason and 'train.batch_size' not in batch.reason
@@ -251,7 +253,7 @@ def test_a_batch_of_trl_s_rl_is_prompts(method, given, prompts, lacks):
 
 
 @pytest.mark.parametrize('library, name', [('verl', 'trainer.default_local_dir'), ('trl', 'workdir')])
-def test_the_folder_of_a_run_is_a_flag(library, name):
+def test_run_folder_is_reported_as_the_workdir_flag(library, name):
   config, (folder,) = convert.convert(library, {name: 'checkpoints/mine'})
   assert folder.reason == 'is the flag --workdir of launch.train' and config == {'algorithm': 'grpo'}
 
@@ -280,7 +282,7 @@ UPDATES = {'max_steps': 100, 'warmup_steps': 10, 'save_steps': 7, 'num_iteration
     ),
   ],
 )
-def test_steps_of_those_that_count_updates_become_rollouts(library, method, given, steps, warmup):
+def test_steps_that_count_updates_become_rollouts(library, method, given, steps, warmup):
   config, settings = convert.convert(library, given, method)
   assert config['train']['steps'] == steps and config.get('optim', {}).get('warmup_steps') == warmup
   if steps == 100:
@@ -289,13 +291,13 @@ def test_steps_of_those_that_count_updates_become_rollouts(library, method, give
     assert 'save' not in config and 'counts updates' in settings[2].reason
 
 
-def test_rollouts_of_verl_are_steps_already():
-  given = {'trainer.total_training_steps': 100, 'actor.ppo_epochs': 2, 'actor.ppo_mini_batch_size': 64}
-  config, _ = convert.convert('verl', given | {'data.train_batch_size': 256})
+def test_steps_of_verl_are_kept_as_rollouts():
+  source = {'trainer.total_training_steps': 100, 'actor.ppo_epochs': 2, 'actor.ppo_mini_batch_size': 64}
+  config, _ = convert.convert('verl', source | {'data.train_batch_size': 256})
   assert config['train']['steps'] == 100 and config['rl'] == {'epochs': 2, 'minibatches': 4}
 
 
-def test_the_bound_of_cispo_is_one_above_1():
+def test_cispo_bound_is_converted_to_its_distance_from_1():
   cispo = {'loss_type': 'cispo', 'epsilon': 0.2, 'epsilon_high': 5.0}
   config, settings = convert.convert('trl', cispo)
   assert config['rl'] == {'loss': 'cispo', 'clip_high': 4.0} and 'at least 1' in settings[1].reason
@@ -335,14 +337,14 @@ def test_the_bound_of_cispo_is_one_above_1():
     ),
   ],
 )
-def test_a_name_has_the_meaning_of_its_method(library, method, given, section, ours):
+def test_setting_is_mapped_by_its_meaning_in_the_method(library, method, given, section, ours):
   config, settings = convert.convert(library, given, method)
   assert config.get(section) == ours
   assert all(s.fields or s.reason for s in settings)
   prepare.resolve_all(config)  # what the method would refuse is left out
 
 
-def test_a_method_of_the_command_line_is_not_that_of_the_file():
+def test_method_of_the_command_line_overrides_that_of_the_file():
   config, (setting,) = convert.convert('verl', {'algorithm.adv_estimator': 'rloo'}, 'dapo')
   assert config == {'algorithm': 'dapo'} and not setting.fields and 'dapo' in setting.reason
 
@@ -360,7 +362,7 @@ MICRO = 'actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu'
     ({'trainer.n_gpus_per_node': 8, 'actor_rollout_ref.actor.use_dynamic_bsz': True}, None, 'use_dynamic_bsz'),
   ],
 )
-def test_rows_of_a_gpu_become_those_of_all(given, rows, words):
+def test_micro_batch_per_gpu_becomes_rows_of_all_gpus(given, rows, words):
   config, settings = convert.convert('verl', {MICRO: 32, 'critic.ppo_micro_batch_size_per_gpu': 4} | given)
   assert config.get('train') == (None if rows is None else {'micro_batch_size': rows})
   assert words in settings[0].reason and 'critic' in settings[1].reason
@@ -377,45 +379,45 @@ def test_rows_of_a_gpu_become_those_of_all(given, rows, words):
     ('trl', 'report_to', 'none', None),
   ],
 )
-def test_trackers(library, name, value, trackers):
+def test_loggers_become_trackers(library, name, value, trackers):
   config, (setting,) = convert.convert(library, {name: value})
   assert config.get('log') == (None if trackers is None else {'trackers': trackers})
   assert setting.reason == (convert.NOT_NEEDED if trackers is None else '')
   config_lib.parse(config)
 
 
-def test_an_unknown_tracker_is_named():
+def test_unknown_tracker_is_named_in_the_reason():
   _, (setting,) = convert.convert('verl', {'trainer.logger': ['console', 'swanlab']})
   assert 'swanlab' in setting.reason
 
 
-def test_settings_of_evaluation_and_vllm_have_true_reasons():
-  given = {'eval_strategy': 'steps', 'vllm_mode': 'colocate'}
-  evaluation, colocated = (s.reason for s in convert.convert('trl', given)[1])
+def test_unmapped_evaluation_and_vllm_settings_name_the_alternative():
+  source = {'eval_strategy': 'steps', 'vllm_mode': 'colocate'}
+  evaluation, colocated = (s.reason for s in convert.convert('trl', source)[1])
   assert evaluation == 'eval.data names held-out data, and eval.every the steps between evaluations'
   assert colocated == convert.NOT_NEEDED
   assert 'mesh.rollout_devices' in convert.convert('trl', {'vllm_mode': 'server'})[1][0].reason
 
 
 def test_sizes_and_ratios_are_no_counts_and_rates():
-  """Names that the errors of a config suggest a field for, with values that it must not get."""
-  given = {'actor.ppo_mini_batch_size': 256, 'min_lr_ratio': 0.1, 'generation_batch_size': 64, 'fp16': True}
-  config, settings = convert.convert('verl', given)
+  """The errors of a config suggest a field for each of these names, but their values mean something else."""
+  source = {'actor.ppo_mini_batch_size': 256, 'min_lr_ratio': 0.1, 'generation_batch_size': 64, 'fp16': True}
+  config, settings = convert.convert('verl', source)
   assert config == {'algorithm': 'grpo'} and all(s.reason for s in settings)
 
 
-def test_the_weight_of_multi_token_prediction_needs_its_switch():
-  given = {'model.mtp.enable_train': True, 'model.mtp.mtp_loss_scaling_factor': 0.1, 'model.mtp.detach_encoder': True}
-  config, settings = convert.convert('verl', given, 'sft')
+def test_multi_token_prediction_weight_needs_its_switch():
+  source = {'model.mtp.enable_train': True, 'model.mtp.mtp_loss_scaling_factor': 0.1, 'model.mtp.detach_encoder': True}
+  config, settings = convert.convert('verl', source, 'sft')
   assert config['nll']['mtp_weight'] == 0.1
   assert [s.name for s in settings if 'is not built' in s.reason] == ['model.mtp.detach_encoder']
-  off = [given | {f'model.mtp.{name}': False} for name in ('enable', 'enable_train')]
-  for over, algorithm in (off[0], 'sft'), (off[1], 'sft'), (given, 'grpo'):
-    assert 'nll' not in convert.convert('verl', over, algorithm)[0]
+  switched_off = [source | {f'model.mtp.{name}': False} for name in ('enable', 'enable_train')]
+  for case, algorithm in (switched_off[0], 'sft'), (switched_off[1], 'sft'), (source, 'grpo'):
+    assert 'nll' not in convert.convert('verl', case, algorithm)[0]
 
 
-def test_settings_of_other_models_are_not_those_of_the_policy():
-  given = {
+def test_settings_of_critic_and_evaluation_do_not_set_policy_fields():
+  source = {
     'algorithm.adv_estimator': 'gae',
     'actor_rollout_ref.rollout.n': 8,
     'actor_rollout_ref.rollout.val_kwargs.n': 2,
@@ -430,26 +432,26 @@ def test_settings_of_other_models_are_not_those_of_the_policy():
     'actor_rollout_ref.actor.clip_ratio_high': 0.28,
     'actor_rollout_ref.actor.clip_ratio': 0.2,
   }
-  config, settings = convert.convert('verl', given)
+  config, settings = convert.convert('verl', source)
   assert config['rollout']['group_size'] == 8 and config['eval']['samples'] == 2
   assert config['optim'] == {'warmup_ratio': 0.1} and config['critic'] == {'lr': 1e-5}
   assert config['rl'] == {'clip_low': 0.2, 'clip_high': 0.28} and 'row_length' not in config.get('train', {})
-  answers = {s.name: s.reason for s in settings if not s.fields}
-  assert answers['critic.ppo_epochs'] == 'is of the critic, for which nothing here has this name'
-  assert 'the evaluation' in answers['actor_rollout_ref.rollout.val_kwargs.top_p']
+  reasons = {s.name: s.reason for s in settings if not s.fields}
+  assert reasons['critic.ppo_epochs'] == 'is of the critic, for which nothing here has this name'
+  assert 'the evaluation' in reasons['actor_rollout_ref.rollout.val_kwargs.top_p']
 
 
 @pytest.mark.parametrize(
   'method, field', [('dpo', 'preference.beta'), ('simpo', 'preference.beta'), ('gkd', 'distill.beta')]
 )
-def test_beta_is_of_the_method(method, field):
+def test_beta_is_mapped_to_the_section_of_the_method(method, field):
   _, (setting,) = convert.convert('trl', {'beta': 0.3}, method)
   assert setting.fields == (field,)
 
 
-def test_common_settings_of_verl_have_an_answer():
-  """The settings of its GRPO example on one node that have no field of the same name here."""
-  given = {
+def test_unmapped_settings_of_verl_grpo_example_have_specific_reasons():
+  """These settings of verl's GRPO example on one node have no field of the same name here."""
+  source = {
     'algorithm.adv_estimator': 'grpo',
     'data.filter_overlong_prompts': True,
     'actor_rollout_ref.model.use_remove_padding': True,
@@ -462,10 +464,10 @@ def test_common_settings_of_verl_have_an_answer():
     'trainer.n_gpus_per_node': 8,
     'trainer.nnodes': 1,
   }
-  _, settings = convert.convert('verl', given)
-  answers = {s.name.rpartition('.')[2]: s.reason for s in settings if not s.fields}
-  assert not [name for name, reason in answers.items() if 'nothing here' in reason]
-  assert 'rollout.offload' in answers['param_offload'] and answers['name'] == 'is not needed here'
+  _, settings = convert.convert('verl', source)
+  reasons = {s.name.rpartition('.')[2]: s.reason for s in settings if not s.fields}
+  assert not [name for name, reason in reasons.items() if 'nothing here' in reason]
+  assert 'rollout.offload' in reasons['param_offload'] and reasons['name'] == 'is not needed here'
 
 
 SCRIPT = r"""#!/bin/bash
@@ -479,7 +481,7 @@ echo $HOME
 """
 
 
-def test_options_of_a_script_have_all_their_words(tmp_path):
+def test_script_options_keep_all_their_values(tmp_path):
   (tmp_path / 'a.sh').write_text(SCRIPT)
   assert convert.read(str(tmp_path / 'a.sh')) == {
     'num_processes': 4,
@@ -517,11 +519,11 @@ lr=1
 """
 
 
-def test_variables_of_a_script_are_filled_in(tmp_path):
-  """They are no settings themselves; those without a value in the script stay as they are."""
+def test_script_variables_are_substituted(tmp_path):
+  """Variables are no settings themselves. Those without a value in the script stay as they are."""
   (tmp_path / 'a.sh').write_text(VARIABLES)
-  given = convert.read(str(tmp_path / 'a.sh'))
-  assert given == {
+  source = convert.read(str(tmp_path / 'a.sh'))
+  assert source == {
     'data.max_prompt_length': 2048,
     'data.train_files': '${FILE:-${HOME}/train.parquet}',
     'data.max_response_length': 5120,
@@ -531,7 +533,7 @@ def test_variables_of_a_script_are_filled_in(tmp_path):
     'actor_rollout_ref.actor.optim.lr': '3e-6',
     'actor_rollout_ref.actor.clip_ratio_high': 0.28,
   }
-  config, settings = convert.convert('verl', given)
+  config, settings = convert.convert('verl', source)
   assert config['optim'] == {'lr': 3e-6} and config['rl'] == {'clip_high': 0.28}
   assert [s.name for s in settings if 'does not set' in s.reason] == ['data.train_files', 'actor_rollout_ref.rollout.n']
 
@@ -539,22 +541,22 @@ def test_variables_of_a_script_are_filled_in(tmp_path):
 @pytest.mark.parametrize(
   'script, wanted',
   [
-    # Twice, as scripts do for two folders: it was filled in without end.
+    # A variable that is extended twice, as for two folders, is not substituted without end.
     ('export P=$P:/a\nexport P=$P:/b\nx.py data.path=$P n=1', {'data.path': '$P:/a:/b', 'n': 1}),
     ('A=$B\nB=$A\nx.py a.a=$A b.b=$B', {'a.a': '$B', 'b.b': '$B'}),
-    # A bracket behind a blank was a value.
+    # The bracket of an array before a blank is no value.
     ('ARGS=( --lr 1e-5 --max_steps 10 )\nx.py "${ARGS[@]}"', {'lr': '1e-5', 'max_steps': 10}),
     ("x.py --a '' --b 2", {'a': None, 'b': 2}),
-    # Arithmetic with brackets ended at the first two that close.
+    # Arithmetic ends at its own two closing brackets, not at the first two.
     ('N=4\nx.py --beta $((N*(2+1))) --n $(((N + 2) * (1 + (N - 1)))) --m $((N))', {'beta': 12, 'n': 24, 'm': 4}),
     ('x.py --a $((((1', {'a': '$((((1'}),
-    # Assignments that nothing uses are reported, but not those that set the environment of a program.
+    # Unused assignments are reported, except for those that set the environment of a program.
     ('export K=1\nD=0 x.py a=1 \\\n\nseed=3; N=2\necho $N', {'a': 1, '$seed': 3}),
-    # A file of nothing else holds settings.
+    # In a file of assignments alone, these are the settings.
     ('lr=3e-6 # of Adam\nseed=7\nn=$((seed+1))\nexport HOME=/x\n', {'lr': '3e-6', 'seed': 7, 'n': 8}),
   ],
 )
-def test_assignments_and_brackets_of_a_script(tmp_path, script, wanted):
+def test_script_assignments_arrays_and_arithmetic_are_read(tmp_path, script, wanted):
   (tmp_path / 'a.sh').write_text(script)
   assert convert.read(str(tmp_path / 'a.sh')) == wanted
 
@@ -564,7 +566,7 @@ def test_a_variable_that_a_script_does_not_use_is_not_mapped():
   assert config == {'algorithm': 'grpo'} and setting.reason.startswith('is a variable that the script')
 
 
-def test_a_variable_that_doubles_without_end_is_refused(tmp_path):
+def test_exponentially_growing_variable_is_refused(tmp_path):
   (tmp_path / 'a.sh').write_text('A=xx\n' + 'A=$A$A\n' * 99 + 'x.py name=$A')
   with pytest.raises(InputError, match=r'a.sh: the value x+\.\.\. grows to 2,097,152 characters'):
     convert.read(str(tmp_path / 'a.sh'))
@@ -588,51 +590,54 @@ algorithm: {adv_estimator: grpo, lam: 1.0, kl_penalty: kl, filter_groups: {enabl
 
 @pytest.mark.parametrize('on', [True, False])
 def test_settings_without_effect_are_not_mapped(tmp_path, on):
-  """A file of all of verl's defaults has those of every method and loss; mapped, they would take effect."""
+  """A file with all of verl's defaults has settings of every method and loss.
+
+  If they were mapped, they would take effect.
+  """
   (tmp_path / 'a.yaml').write_text(NESTED.replace('SWITCH', str(on)))
-  config, settings = convert.convert('verl', given := convert.read(str(tmp_path / 'a.yaml')))
-  assert given['critic.rollout_n'] == 8 and '$' in given['actor_rollout_ref.ref.other']
+  config, settings = convert.convert('verl', source := convert.read(str(tmp_path / 'a.yaml')))
+  assert source['critic.rollout_n'] == 8 and '$' in source['actor_rollout_ref.ref.other']
   assert config == {
     'algorithm': 'grpo',
     'rollout': {'group_size': 8, 'max_new_tokens': 700},
     **({'rl': {'kl_coef': 0.001, 'kl_in': 'loss'}} if on else {}),
   }
-  why = {s.name.rpartition('.')[2]: s.reason for s in settings if not s.fields}
-  assert why['clip_cov_ratio'] == 'has no effect without loss_mode=clip_cov'
-  assert why['kl_penalty'] == 'has no effect without use_kl_in_reward=true'
-  assert why['max_num_gen_batches'] == 'has no effect without filter_groups.enable=true'
-  assert 'grpo would ignore it' in why['lr'] and 'would ignore it' in why['lam']
-  assert why['top_k'] == why['prompt_key'] == convert.NOT_NEEDED
+  reasons = {s.name.rpartition('.')[2]: s.reason for s in settings if not s.fields}
+  assert reasons['clip_cov_ratio'] == 'has no effect without loss_mode=clip_cov'
+  assert reasons['kl_penalty'] == 'has no effect without use_kl_in_reward=true'
+  assert reasons['max_num_gen_batches'] == 'has no effect without filter_groups.enable=true'
+  assert 'grpo would ignore it' in reasons['lr'] and 'would ignore it' in reasons['lam']
+  assert reasons['top_k'] == reasons['prompt_key'] == convert.NOT_NEEDED
   prepare.resolve_all(config)
 
 
-def test_no_largest_number_of_steps_leaves_the_epochs():
+def test_negative_max_steps_leaves_the_epochs():
   config, (steps, _) = convert.convert('trl', {'max_steps': -1, 'num_train_epochs': 2})
   assert steps.reason == convert.NOT_NEEDED and config['train'] == {'epochs': 2.0}
 
 
 @pytest.mark.parametrize('method', ['grpo', 'ppo', 'sft', 'kto', 'gkd'])
-def test_names_that_are_ours(method):
-  """Fields of no section, and those of several, of which methods with rewards take that of the sampler."""
-  given = {'seed': 7, 'init_from': 'runs/a', 'temperature': 0.9, 'timeout_s': 3, 'epochs': 2, 'warmup_steps': 5}
-  config, settings = convert.convert('trl', given, method)
+def test_names_of_jaxpost_fields_are_mapped_where_unambiguous(method):
+  """Fields of no section are mapped. Of fields in several sections, methods with rewards take that of the sampler."""
+  source = {'seed': 7, 'init_from': 'runs/a', 'temperature': 0.9, 'timeout_s': 3, 'epochs': 2, 'warmup_steps': 5}
+  config, settings = convert.convert('trl', source, method)
   assert config['seed'] == 7 and config['init_from'] == 'runs/a' and config['optim'] == {'warmup_steps': 5}
-  answers = {s.name: s.reason for s in settings if not s.fields}
+  reasons = {s.name: s.reason for s in settings if not s.fields}
   if method in ('grpo', 'ppo'):
-    assert config['rollout'] == {'temperature': 0.9} and 'temperature' not in answers
+    assert config['rollout'] == {'temperature': 0.9} and 'temperature' not in reasons
   else:
     fields = 'rollout.temperature, distill.temperature, eval.temperature'
-    assert answers['temperature'] == f'may stand for {fields}; choose' and 'rollout' not in config
-  assert answers['timeout_s'] == 'may stand for rewards.timeout_s, tools.timeout_s; choose'
-  assert 'train.epochs' in answers['epochs'] and 'rl.epochs' in answers['epochs']
+    assert reasons['temperature'] == f'may stand for {fields}; choose' and 'rollout' not in config
+  assert reasons['timeout_s'] == 'may stand for rewards.timeout_s, tools.timeout_s; choose'
+  assert 'train.epochs' in reasons['epochs'] and 'rl.epochs' in reasons['epochs']
 
 
-def test_a_section_is_no_field():
+def test_name_of_a_section_is_not_mapped_to_a_field():
   _, settings = convert.convert('trl', {'model': 'a/b', 'x.seed': 3})
   assert [s.reason for s in settings] == ['nothing here has this name'] * 2
 
 
-# Defaults of the other library, which its files leave out.
+# ------------------------------- defaults of the other library, which its files leave out
 
 TUNIX_ROLLOUTS = {'rollout.max_prompt_length': 64, 'rollout.temperature': 0.9, 'rollout.max_new_tokens': 64}
 
@@ -676,13 +681,13 @@ TUNIX_ROLLOUTS = {'rollout.max_prompt_length': 64, 'rollout.temperature': 0.9, '
     ('verl', {'filter_groups.enable': True, 'filter_groups.metric': 'acc'}, {'rl.correct_by': ''}),
   ],
 )
-def test_what_is_switched_on_has_the_defaults_of_the_library(library, given, wanted):
+def test_enabled_feature_gets_the_defaults_of_the_library(library, given, wanted):
   config = converted_defaults.convert_with_defaults(library, given, 'grpo')[0]
   ((_, stage),) = prepare.resolve_all(config).values()
   assert {field: operator.attrgetter(field)(stage) for field in wanted} == wanted
 
 
-# Settings without which a switch is refused here.
+# Switch -> settings without which jaxpost refuses it.
 NEEDED = {
   'kl_ctrl.type': {'use_kl_in_reward': True, 'kl_ctrl.kl_coef': 0.001},
   'loss_mode': {'data.train_batch_size': 1024, 'actor.ppo_mini_batch_size': 256},
@@ -690,16 +695,16 @@ NEEDED = {
 
 
 @pytest.mark.parametrize('library', converted_defaults.DEFAULTS)
-def test_every_default_has_a_field(library):
+def test_every_library_default_is_mapped_to_a_field(library):
   for kind, table in converted_defaults.DEFAULTS[library].items():
-    switch, _, on = kind.rpartition('=')
+    switch, _, enabled = kind.rpartition('=')
     method = 'grpo' if switch or kind in ('every', 'RL') else kind
-    switches = {switch: on, **NEEDED.get(switch, {})} if switch else {}
+    switches = {switch: enabled, **NEEDED.get(switch, {})} if switch else {}
     _, settings = convert.convert(library, table | switches, method)
     settings = [s for s in settings if s.name not in switches]
-    left = {s.name for s in settings if not s.fields and 'gives way' not in s.reason}
-    # 1, of verl's PPO; and a weight of TRL's KL, which is off
-    assert left <= {'actor_rollout_ref.rollout.n', 'use_bias_correction_kl'}
+    unmapped = {s.name for s in settings if not s.fields and 'gives way' not in s.reason}
+    # verl's PPO has rollout.n=1, and TRL's weight of the KL term is off.
+    assert unmapped <= {'actor_rollout_ref.rollout.n', 'use_bias_correction_kl'}
 
 
 @pytest.mark.parametrize(
@@ -765,15 +770,15 @@ def test_every_default_has_a_field(library):
     ),
   ],
 )
-def test_defaults_that_differ_are_written(library, given, method, added):
+def test_library_defaults_that_differ_are_written_to_the_config(library, given, method, added):
   config, settings, defaults = converted_defaults.convert_with_defaults(library, given, method)
   assert [s.name for s in settings] == list(given)
-  fields = {field: convert.ours(s.name, field, s.value) for s in defaults for field in s.fields}
+  written = {field: convert.ours(s.name, field, s.value) for s in defaults for field in s.fields}
   plain = convert.plain(config['algorithm'])
   for field, value in added.items():
-    same = operator.attrgetter(field)(plain) == value
-    assert fields.pop(field, None) == (None if same else value), field
-  assert not fields
+    is_same = operator.attrgetter(field)(plain) == value
+    assert written.pop(field, None) == (None if is_same else value), field
+  assert not written
   text = convert.as_yaml(library, 'a.yaml', config, settings, defaults)
   assert text.count('# Not in the file') == bool(defaults)
   assert yaml.safe_load(text) == json.loads(json.dumps(config))

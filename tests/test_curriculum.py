@@ -1,4 +1,4 @@
-"""Prompts that are solved are retired, or drawn by what is missing; what is known is in the checkpoint."""
+"""`rl.curriculum`: solved prompts are retired, or drawn less the more they are solved; rates are in the checkpoint."""
 
 import collections
 import json
@@ -29,17 +29,18 @@ class Stream:
 
 
 def make(kind, rates, **fields):
+  """A curriculum in which row i has the pass rate rates[i]."""
   return curriculum.Curriculum(kind, 0, 1.0, Stream(), dict(enumerate(rates)), **fields)
 
 
 def drawn(chosen, epochs):
-  """The rows that are drawn, in order; all of them are prompts."""
-  found = []
+  """The rows that the curriculum draws in so many epochs, in order."""
+  rows = []
   for n in range(ROWS * epochs):
     if chosen.draws(n % ROWS, n):
       chosen.count_drawn()
-      found.append(n % ROWS)
-  return found
+      rows.append(n % ROWS)
+  return rows
 
 
 def test_solved_rows_are_retired():
@@ -48,13 +49,13 @@ def test_solved_rows_are_retired():
   assert chosen.passed_over == 2
 
 
-def test_rows_are_drawn_in_proportion_to_what_is_missing():
+def test_prioritized_rows_are_drawn_with_probability_one_minus_pass_rate():
   rates = [0.0, 0.25, 0.5, 0.75, 1.0, 0.9]
   chosen = make('prioritized', rates)
   epochs = 4000
   counts = collections.Counter(drawn(chosen, epochs))
   for row, rate in enumerate(rates):
-    error = np.sqrt(rate * (1 - rate) / epochs)
+    error = np.sqrt(rate * (1 - rate) / epochs)  # standard deviation of the share
     assert abs(counts[row] / epochs - (1 - rate)) <= 4 * error
 
 
@@ -65,7 +66,7 @@ def test_all_are_drawn_again_when_all_are_solved(caplog):
 
 
 @pytest.mark.parametrize('kind', ['retire', 'prioritized'])
-def test_a_step_does_not_repeat_a_few_prompts(kind, caplog):
+def test_step_does_not_repeat_an_unsolved_prompt(kind, caplog):
   """One row of six is not solved, and a step takes three."""
   chosen = make(kind, [1.0, 1.0, 0.0, 1.0, 1.0, 1.0], per_step=3)
   steps = np.array(drawn(chosen, 8)[:12]).reshape(4, 3)
@@ -75,8 +76,8 @@ def test_a_step_does_not_repeat_a_few_prompts(kind, caplog):
   assert again.state() == chosen.state()
 
 
-def test_what_dynamic_sampling_left_out_is_observed():
-  """The verdicts of all rounds, of samples that have one; a group without any changes nothing."""
+def test_groups_dropped_by_dynamic_sampling_update_pass_rates():
+  """Samples without a verdict do not count, and a group without any verdict changes no rate."""
   from jaxpost.rewards.groups import Graded
 
   def prompts(*indices):
@@ -97,7 +98,7 @@ def test_what_dynamic_sampling_left_out_is_observed():
   assert pending.info['curriculum/solved'] == 2 and pending.info['curriculum/seen'] == 3
 
 
-def test_answers_of_the_data_are_no_pass():
+def test_expert_answers_from_the_data_are_no_pass():
   """With `rl.expert` the last sample of a group is right, whatever the policy can do."""
   chosen = make('prioritized', [])
   rollout = types.SimpleNamespace(prompts=[Prompt(0, None, '', {})], demonstration=np.array([False, False, True]))
@@ -106,8 +107,8 @@ def test_answers_of_the_data_are_no_pass():
   assert chosen.rates == {0: 0.0}
 
 
-def easy(answer, **columns):
-  """Sums with an even result are right, whatever was sampled."""
+def is_even(answer, **columns):
+  """Rewards problems with an even answer, whatever was sampled."""
   del columns
   return [float(int(x) % 2 == 0) for x in answer]
 
@@ -119,13 +120,13 @@ def folder(tmp_path_factory):
 
 def stream_of(folder, staleness):
   over = dict(data=dict(path='generated:arithmetic:max=99,ops=+,size=12'), rollout=dict(staleness=staleness))
-  return jaxpost.policy_and_stream(tiny.grpo_config(folder, reward=easy, rl=dict(curriculum='retire'), **over))[1]
+  return jaxpost.policy_and_stream(tiny.grpo_config(folder, reward=is_even, rl=dict(curriculum='retire'), **over))[1]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize('staleness', [0, 1])
-def test_runs_and_goes_on_from_a_checkpoint(folder, staleness):
-  stream, again = stream_of(folder, staleness), stream_of(folder, staleness)
+def test_run_retires_solved_prompts_and_resumes_exactly(folder, staleness):
+  stream, resumed = stream_of(folder, staleness), stream_of(folder, staleness)
   try:
     steps, state = [], None
     for n in range(8):
@@ -136,22 +137,22 @@ def test_runs_and_goes_on_from_a_checkpoint(folder, staleness):
     assert item.info['curriculum/solved'] > 0 and item.info['curriculum/passed_over'] > 0
     later = [answer for step in steps[4:] for _, answer in step]
     assert later and all(answer % 2 for answer in later)
-    again.restore(state)
+    resumed.restore(state)
     assert [
-      [(p.index, int(p.columns['answer'])) for p in next(again).experience.rollout.prompts] for _ in range(5)
+      [(p.index, int(p.columns['answer'])) for p in next(resumed).experience.rollout.prompts] for _ in range(5)
     ] == (steps[3:])
   finally:
     stream.close()
-    again.close()
+    resumed.close()
 
 
-def test_rows_that_are_too_long_are_not_prompts_of_a_pass(folder, tmp_path):
-  """Rows are read as they are drawn, every other one is too long, and the rest is solved: a new pass begins."""
+def test_new_pass_begins_when_all_rows_are_solved_or_too_long(folder, tmp_path):
+  """Rows are read when they are drawn; every other row is too long, and all others are solved."""
   texts = ['x' * 60 if n % 2 else f'{n}+1=' for n in range(16)]
   (tmp_path / 'rows.jsonl').write_text(''.join(json.dumps(dict(prompt=text, answer='1')) + '\n' for text in texts))
   data = dict(path=str(tmp_path / 'rows.jsonl'), streaming=True, shuffle=False)
   over = dict(data=data, rl=dict(curriculum='retire'), rollout=dict(prompts=4))
-  _, stream = jaxpost.policy_and_stream(tiny.grpo_config(folder, reward=easy, **over))
+  _, stream = jaxpost.policy_and_stream(tiny.grpo_config(folder, reward=is_even, **over))
   try:
     prompts = stream.prompts
     assert len([next(prompts) for _ in range(2)]) == 2
@@ -163,27 +164,27 @@ def test_rows_that_are_too_long_are_not_prompts_of_a_pass(folder, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize('kind', ['retire', 'prioritized'])
-def test_a_checkpoint_draws_what_a_run_without_it_draws(folder, kind):
+def test_saving_a_checkpoint_does_not_change_the_draws(folder, kind):
   """Replay is included, as it needs the rewards before the prompts of the next step are drawn."""
 
-  def sampled(at):
+  def sampled(saved_at):
     over = dict(data=dict(path='generated:arithmetic:max=99,ops=+,size=6'), rollout=dict(staleness=2))
-    config = tiny.grpo_config(folder, reward=easy, rl=dict(curriculum=kind, replay=50), train=dict(steps=30), **over)
+    config = tiny.grpo_config(folder, reward=is_even, rl=dict(curriculum=kind, replay=50), train=dict(steps=30), **over)
     _, stream = jaxpost.policy_and_stream(config)
     try:
-      found = []
+      steps = []
       for step in range(8):
-        if step in at:
+        if step in saved_at:
           stream.state()
-        found.append([p.index for p in next(stream).experience.rollout.prompts])
-      return found
+        steps.append([p.index for p in next(stream).experience.rollout.prompts])
+      return steps
     finally:
       stream.close()
 
   assert sampled(()) == sampled((3,)) == sampled((4,))
 
 
-def test_where_nothing_is_right_it_is_refused():
+def test_curriculum_without_rewards_is_refused():
   over = dict(algorithm='opd', reward='', rl=dict(reference='x', curriculum='retire'))
   method = algorithms.load_algorithm('opd')
   with pytest.raises(InputError, match='rl.curriculum'):

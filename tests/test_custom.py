@@ -1,4 +1,4 @@
-"""Models of one's own: a linen and an nnx module train and sample.
+"""Tests of user-defined models: linen and nnx modules are trained, sampled, sharded and exported, or refused.
 
 Legend: B rows, T tokens, D hidden size.
 """
@@ -57,22 +57,22 @@ def hidden(model, params, ids, positions=None, segments=None):
 
 
 def test_packed_documents_do_not_see_each_other(case):
-  """The examples promise this; for other modules it is up to their authors to test it."""
+  """The examples promise this. For other modules, their authors must test it."""
   model, params = case
   ids = tiny.tokens((1, 12))
-  one, two = (hidden(model, params, part) for part in (ids[:, :7], ids[:, 7:]))
+  first, second = (hidden(model, params, part) for part in (ids[:, :7], ids[:, 7:]))
   packed = hidden(model, params, ids, np.r_[:7, :5][None], np.r_[[1] * 7, [2] * 5][None])
-  np.testing.assert_allclose(packed, np.concatenate([one, two], 1), rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(packed, np.concatenate([first, second], 1), rtol=1e-5, atol=1e-5)
 
 
-def test_a_mesh_is_chosen_by_what_is_known(code):
+def test_mesh_of_a_custom_model_uses_fsdp_alone(code):
   (p,) = dry_run.prepare_all(dict(model=dict(preset=code), data=dict(path='none'), train=dict(row_length=32_768)))
   assert list(meshes.every(p.inputs, machines.parse('cpu:4'), 4)) == [
     dict(data=1, fsdp=4, expert=1, context=1, tensor=1)
   ]
 
 
-def test_greedy_sampling_is_what_the_whole_text_says(case):
+def test_greedy_samples_match_a_forward_pass_of_the_whole_text(case):
   model, params = case
   engine = native.NativeEngine(
     model,
@@ -95,11 +95,11 @@ def test_greedy_sampling_is_what_the_whole_text_says(case):
     np.testing.assert_allclose(np.max(logp, -1), rollout.logprobs[i], atol=1e-5)
 
 
-def test_texts_are_served_and_scored_up_to_any_length(case):
+def test_custom_model_has_no_length_limit(case):
   assert model_limits.longest(case[0].config) >= 1 << 20
 
 
-def test_sft_then_grpo_and_back_from_the_export(code, tmp_path):
+def test_sft_and_grpo_train_and_the_export_loads_again(code, tmp_path):
   """GRPO's first step checks the sampler's log-probs against the trainer's."""
   task = 'generated:arithmetic:max=5,ops=+,split=train,correct=1'
   config = tiny.merged(
@@ -129,13 +129,13 @@ def test_sft_then_grpo_and_back_from_the_export(code, tmp_path):
   assert source.folder is not None
   with pytest.raises(InputError, match="'custom'.*config.model.preset"):
     prepare.source_of_model(dataclasses.replace(section, preset='tiny'))
-  # What launch.serve and launch.evaluate --suite compute.
+  # launch.serve and launch.evaluate --suite compute these log-probs.
   example = chat.Example(np.arange(40, 52, dtype=np.int32), np.arange(12) > 0)
   (scored,) = scoring.Scorer(inference.from_run(tmp_path / 'run'))([example])
   assert scored.logprobs[0] == 0 and (scored.logprobs[1:] < 0).all()
 
 
-# The part of a parameter of about [64, 259] that a device holds in each layout.
+# Layout -> into how many parts it splits an axis over fsdp, and over tensor, where the axis divides evenly.
 LAYOUTS = {'fsdp=8': (8, 1), 'fsdp=4,tensor=2': (4, 2), 'data=8': (1, 1)}
 
 
@@ -152,32 +152,30 @@ def main():
       return jnp.mean(jax.nn.logsumexp(logits, -1) - logits[..., 0])
 
     shardings = model.shardings(layout)
-    given = jax.tree.map(jax.device_put, params, shardings)
-    parts = {
-      jax.tree_util.keystr(k, simple=True, separator='/'): [
-        n // m for n, m in zip(x.shape, x.sharding.shard_shape(x.shape))
-      ]
-      for k, x in jax.tree_util.tree_leaves_with_path(given)
-    }
-    found = jax.jit(jax.value_and_grad(loss), out_shardings=(None, shardings))(
-      given, *(layout.put(x, 'batch', None) for x in (ids, positions, segments))
+    placed = jax.tree.map(jax.device_put, params, shardings)
+    parts = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(placed):
+      shard = x.sharding.shard_shape(x.shape)
+      parts[jax.tree_util.keystr(path, simple=True, separator='/')] = [n // m for n, m in zip(x.shape, shard)]
+    value_and_grads = jax.jit(jax.value_and_grad(loss), out_shardings=(None, shardings))(
+      placed, *(layout.put(x, 'batch', None) for x in (ids, positions, segments))
     )
-    return to_host(found), parts
+    return to_host(value_and_grads), parts
 
   for name, code in CODES.items():
     model = model_lib.from_code(code)
     params = jax.jit(model.init)(jax.random.key(0))
-    right, _ = gradient(model, params, tiny.one_device())
+    expected, _ = gradient(model, params, tiny.one_device())
     out[name] = {}
     for text in LAYOUTS:
       ours, parts = gradient(model, params, make_layout(text, 'train'))
-      # The bias of keys has no gradient but rounding.
-      least = 1e-3 * max(map(tiny.largest, jax.tree.leaves(right)))
-      off = [
-        tiny.largest(a - b) / max(least, tiny.largest(b))
-        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(right), strict=True)
+      # The gradient of the bias of keys is 0 but for rounding, so errors are relative to at least `smallest`.
+      smallest = 1e-3 * max(map(tiny.largest, jax.tree.leaves(expected)))
+      errors = [
+        tiny.largest(a - b) / max(smallest, tiny.largest(b))
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True)
       ]
-      out[name][text] = max(off), parts
+      out[name][text] = max(errors), parts
   print(json.dumps(out))
 
 
@@ -189,48 +187,48 @@ def on_8_devices():
 
 @pytest.mark.parametrize('layout', LAYOUTS)
 @pytest.mark.parametrize('name, head, order', [('linen', 'embed/embedding', -1), ('nnx', 'head/kernel', 1)])
-def test_shards_follow_the_rules_and_compute_the_same(on_8_devices, name, head, order, layout):
-  """Loss and gradients; `embed` is split over fsdp, `vocab` where it can."""
-  off, parts = on_8_devices[name][layout]
-  assert off <= 2e-5
+def test_sharded_gradients_match_one_device_and_shards_follow_the_rules(on_8_devices, name, head, order, layout):
+  """Loss and gradients are compared. `embed` is split over fsdp, and `vocab` where its size divides evenly."""
+  error, parts = on_8_devices[name][layout]
+  assert error <= 2e-5
   fsdp, tensor = LAYOUTS[layout]
-  # 259 tokens are not even, so that side stays whole.
+  # 259 tokens do not divide evenly, so that axis stays whole.
   assert parts[head] == [fsdp, 1][::order]
   if name == 'linen':
     key = next(k for k in parts if k.endswith('query/kernel'))
     assert parts[key] == [fsdp, tensor, 1]
 
 
-class Plain(nn.Module):
+class PlainModule(nn.Module):
   @nn.compact
   def __call__(self, tokens, positions, segment_ids):
     x = nn.Embed(11, 8, name='embed')(tokens)
     return nn.Dense(8, kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), ('embed', 'mlp')))(x)
 
 
-class Scaled(nn.Module):
+class ModuleWithScalar(nn.Module):
   @nn.compact
   def __call__(self, tokens, positions, segment_ids):
     return nn.Embed(11, 8, name='embed')(tokens) * self.param('scale', nn.initializers.ones, ())
 
 
 def test_axes_come_from_rules_then_metadata_then_a_default():
-  found = custom.linen(Plain(), vocab_size=11, head='embed/embedding', axes=[('embed/.*', ('vocab', None))]).table
-  assert found['embed/embedding'].axes == ('vocab', None)
-  assert found['Dense_0/kernel'].axes == ('embed', 'mlp')
-  assert found['Dense_0/bias'].axes == (None,)
-  found = custom.linen(Plain(), vocab_size=11, head='embed/embedding').table
-  assert found['embed/embedding'].axes == ('embed', None)
+  table = custom.linen(PlainModule(), vocab_size=11, head='embed/embedding', axes=[('embed/.*', ('vocab', None))]).table
+  assert table['embed/embedding'].axes == ('vocab', None)
+  assert table['Dense_0/kernel'].axes == ('embed', 'mlp')
+  assert table['Dense_0/bias'].axes == (None,)
+  table = custom.linen(PlainModule(), vocab_size=11, head='embed/embedding').table
+  assert table['embed/embedding'].axes == ('embed', None)
 
 
-class Counting(nn.Module):
+class ModuleWithState(nn.Module):
   @nn.compact
   def __call__(self, tokens, positions, segment_ids):
     self.variable('state', 'calls', lambda: np.zeros(()))
     return nn.Embed(11, 8, name='embed')(tokens)
 
 
-class Dropping(nnx.Module):
+class ModuleWithDropout(nnx.Module):
   def __init__(self, rngs):
     self.embed = nnx.Embed(11, 8, rngs=rngs)
     self.drop = nnx.Dropout(0.5, rngs=rngs)
@@ -242,22 +240,22 @@ class Dropping(nnx.Module):
 @pytest.mark.parametrize(
   'make, message',
   [
-    (lambda: custom.linen(Plain(), vocab_size=11, head='head'), "has no 'head'.*embed/embedding"),
-    (lambda: custom.linen(Plain(), vocab_size=12, head='embed/embedding'), r'\[11, 8\], which is not \[12'),
+    (lambda: custom.linen(PlainModule(), vocab_size=11, head='head'), "has no 'head'.*embed/embedding"),
+    (lambda: custom.linen(PlainModule(), vocab_size=12, head='embed/embedding'), r'\[11, 8\], which is not \[12'),
     (
-      lambda: custom.linen(Plain(), vocab_size=11, head='embed/embedding', axes=[('embed/.*', ('vocab',))]),
+      lambda: custom.linen(PlainModule(), vocab_size=11, head='embed/embedding', axes=[('embed/.*', ('vocab',))]),
       '1 dimensions',
     ),
     (
-      lambda: custom.linen(Plain(), vocab_size=11, head='embed/embedding', axes=[('emb', ('vocab', None))]),
+      lambda: custom.linen(PlainModule(), vocab_size=11, head='embed/embedding', axes=[('emb', ('vocab', None))]),
       "'emb' in `axes`",
     ),
-    (lambda: custom.linen(Scaled(), vocab_size=11, head='embed/embedding'), 'the scalar scale'),
-    (lambda: custom.linen(Counting(), vocab_size=11, head='embed/embedding'), 'collections params, state'),
-    (lambda: custom.nnx(Dropping, vocab_size=11, head='embed/embedding'), 'not an nnx.Param'),
+    (lambda: custom.linen(ModuleWithScalar(), vocab_size=11, head='embed/embedding'), 'the scalar scale'),
+    (lambda: custom.linen(ModuleWithState(), vocab_size=11, head='embed/embedding'), 'collections params, state'),
+    (lambda: custom.nnx(ModuleWithDropout, vocab_size=11, head='embed/embedding'), 'not an nnx.Param'),
   ],
 )
-def test_modules_that_cannot_be_used(make, message):
+def test_unusable_modules_are_refused(make, message):
   with pytest.raises(InputError, match=f'config.model.preset.*{message}'):
     make()
 
@@ -275,12 +273,12 @@ def test_modules_that_cannot_be_used(make, message):
     (dict(model=dict(preset=CODES['nnx']), lora=dict(rank=4)), 'targets'),
   ],
 )
-def test_what_a_model_of_ones_own_cannot_do(over, message, tmp_path):
+def test_unsupported_options_of_custom_models_are_refused(over, message, tmp_path):
   with pytest.raises(InputError, match=message):
     jaxpost.run(tiny.merged(tiny.run_config(''), over), tmp_path / 'run')
 
 
-def test_pairs_of_a_model_of_ones_own_share_no_prompt(caplog):
+def test_pairs_of_custom_models_share_no_prompt(caplog):
   data = dict(path='generated:arithmetic_pairs:max=9,ops=+,split=train,size=20')
   config = tiny.merged(tiny.run_config('', algorithm='dpo', data=data), dict(model=dict(preset=CODES['nnx'])))
   (stage,) = prepare.prepare_all(config)

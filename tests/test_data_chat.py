@@ -1,4 +1,7 @@
-"""Tokens and loss masks of rows, against renderings written out by hand."""
+"""`chat.make_example` and `prompts.prompt_tokens`: tokens and loss masks of rows, against renderings written by hand.
+
+In a rendering, [[ ]] encloses the tokens that are trained.
+"""
 
 import dataclasses
 import functools
@@ -47,12 +50,12 @@ def plain():
 
 
 def marked(tokenizer, example):
-  """The text with [[trained]] parts, as token runs."""
-  out, cuts = '', np.flatnonzero(np.diff(example.loss_mask)) + 1
+  """The text of an example with its trained tokens in [[ ]]."""
+  text, cuts = '', np.flatnonzero(np.diff(example.loss_mask)) + 1
   for run, mask in zip(np.split(example.tokens, cuts), np.split(example.loss_mask, cuts)):
     part = tokenizer.decode(run, skip_special=False)
-    out += f'[[{part}]]' if mask[0] else part
-  return out
+    text += f'[[{part}]]' if mask[0] else part
+  return text
 
 
 def render(tokenizer, row, **options):
@@ -63,7 +66,7 @@ def thinking(tokenizer, on=True):
   return dataclasses.replace(tokenizer, template_kwargs={'enable_thinking': on})
 
 
-def test_qwen3_two_turns(qwen):
+def test_qwen3_trains_both_turns_and_empty_think_block_of_the_last(qwen):
   # The template gives only the last turn an (empty) thinking block.
   row = {'messages': [USER, ANSWER, USER_2, ANSWER_2]}
   head = f'{Q}Q1{END}\n{A}[[A1{END}]]\n{Q}Q2{END}\n{A}'
@@ -73,12 +76,12 @@ def test_qwen3_two_turns(qwen):
   assert render(qwen, row, train_on='all').startswith('[[<|im_start|>')
 
 
-def test_qwen3_system_and_reasoning(qwen):
+def test_qwen3_trains_reasoning_as_text_and_as_field(qwen):
   row = {'messages': [{'role': 'system', 'content': 'S'}, USER, THOUGHT]}
-  want = f'{Q}Q1{END}\n{A}[[<think>\nhm\n</think>\n\nA1{END}]]\n'
-  assert render(thinking(qwen), row) == f'<|im_start|>system\nS{END}\n{want}'
+  expected = f'{Q}Q1{END}\n{A}[[<think>\nhm\n</think>\n\nA1{END}]]\n'
+  assert render(thinking(qwen), row) == f'<|im_start|>system\nS{END}\n{expected}'
   kept_apart = {'role': 'assistant', 'reasoning_content': 'hm', 'content': 'A1'}
-  assert render(thinking(qwen), {'messages': [USER, kept_apart]}) == want
+  assert render(thinking(qwen), {'messages': [USER, kept_apart]}) == expected
 
 
 def test_qwen3_dropped_reasoning_is_refused_unless_untrained(qwen):
@@ -93,7 +96,7 @@ def test_qwen3_dropped_reasoning_is_refused_unless_untrained(qwen):
     chat.make_example(qwen, {'messages': later}, 'a.jsonl:1', train_on='all')
 
 
-def test_a_context_that_sampling_never_sees_is_refused(qwen, tmp_path):
+def test_trained_turn_after_header_that_sampling_never_sees_is_refused(qwen, tmp_path):
   row = {'messages': [USER, THOUGHT]}
   with pytest.raises(InputError) as caught:
     chat.make_example(qwen, row, 'a.jsonl:1')
@@ -101,7 +104,7 @@ def test_a_context_that_sampling_never_sees_is_refused(qwen, tmp_path):
     f'a.jsonl:1: message 1: is trained after {A!r}, which sampling never sees, as its prompts end in {A + EMPTY!r}; '
     'set config.data.template_kwargs.enable_thinking=True, or the column chat_template_kwargs of the row'
   )
-  template = tmp_path / 'marked.jinja'  # the same where markers decide what is trained
+  template = tmp_path / 'marked.jinja'  # here {% generation %} markers decide what is trained
   template.write_text(
     "{% for m in messages %}{{ m.role + ':' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + ';' }}"
     "{% endgeneration %}{% else %}{{ m.content + ';' }}{% endif %}{% endfor %}{% if add_generation_prompt %}"
@@ -112,8 +115,10 @@ def test_a_context_that_sampling_never_sees_is_refused(qwen, tmp_path):
     chat.make_example(marked_up, {'messages': [USER, ANSWER]}, 'a.jsonl:1')
 
 
-def test_an_earlier_turn_after_a_text_that_sampling_never_sees_is_told_once(qwen, caplog):
-  def told(*chats, tokenizer=qwen, train_on='assistant'):
+def test_earlier_turns_after_unseen_headers_give_one_warning(qwen, caplog):
+  """Turns before the last are trained without the think block that each prompt of a sampler ends in."""
+
+  def warnings(*chats, tokenizer=qwen, train_on='assistant'):
     caplog.clear()
     rows = sources.read('a.jsonl', fake_rows=[{'messages': messages} for messages in chats])
     config = config_lib.parse({'data': {'train_on': train_on}})['sft']
@@ -121,18 +126,20 @@ def test_an_earlier_turn_after_a_text_that_sampling_never_sees_is_told_once(qwen
     return [record.getMessage() for record in caplog.records]
 
   earlier = [USER, ANSWER, USER_2, ANSWER_2]
-  (text,) = told(earlier, [USER, ANSWER], earlier)
-  why = f'a.jsonl[0]: message 1: is trained after {A!r}, which sampling never sees, as its prompts end in {A + EMPTY!r}'
-  assert text.startswith('config.data: 2 rows train a turn') and f'{why}; set config.data.train_on=' in text
-  assert told([USER, CALL, RESULT, ANSWER_2])  # the call is a turn as well
-  assert told([USER, ANSWER, USER_2])
+  (text,) = warnings(earlier, [USER, ANSWER], earlier)
+  reason = (
+    f'a.jsonl[0]: message 1: is trained after {A!r}, which sampling never sees, as its prompts end in {A + EMPTY!r}'
+  )
+  assert text.startswith('config.data: 2 rows train a turn') and f'{reason}; set config.data.train_on=' in text
+  assert warnings([USER, CALL, RESULT, ANSWER_2])  # the call is a turn as well
+  assert warnings([USER, ANSWER, USER_2])
   untrained = [USER, ANSWER | {'weight': 0}, USER_2, ANSWER_2]
-  assert not told([USER, ANSWER], untrained)
-  assert not told(earlier, train_on='completion') and not told(earlier, train_on='all')
-  assert not told(earlier, tokenizer=thinking(qwen))
+  assert not warnings([USER, ANSWER], untrained)
+  assert not warnings(earlier, train_on='completion') and not warnings(earlier, train_on='all')
+  assert not warnings(earlier, tokenizer=thinking(qwen))
 
 
-def test_a_row_overrides_the_switches_of_the_template(qwen):
+def test_template_kwargs_of_a_row_override_those_of_the_config(qwen):
   row = {'messages': [USER, THOUGHT], 'chat_template_kwargs': {'enable_thinking': True, 'other': None}}
   assert render(qwen, row) == f'{Q}Q1{END}\n{A}[[<think>\nhm\n</think>\n\nA1{END}]]\n'
   prompt = prompts_lib.prompt_tokens(qwen, row, 'x')
@@ -142,13 +149,13 @@ def test_a_row_overrides_the_switches_of_the_template(qwen):
   assert qwen.decode(prompt, skip_special=False) == f'{Q}Q1{END}\n{A}{EMPTY}'
 
 
-def test_qwen3_does_not_join_header_and_content(qwen):
+def test_qwen3_header_and_content_are_tokenized_apart(qwen):
   # In the whole text, the line breaks before and after the cut are one token.
   row = {'messages': [USER, {'role': 'assistant', 'content': '\nA1'}, USER_2, ANSWER_2]}
   assert render(thinking(qwen), row).startswith(f'{Q}Q1{END}\n{A}[[\nA1{END}]]\n')
 
 
-def test_qwen3_tool_calls(qwen):
+def test_qwen3_trains_tool_calls_but_not_their_results(qwen):
   row = {'messages': [USER, CALL, RESULT, ANSWER_2]}
   call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
   assert render(qwen, row) == (
@@ -163,37 +170,37 @@ def with_arguments(arguments):
   return CALL | {'tool_calls': [{'type': 'function', 'function': {'name': 'f', 'arguments': arguments}}]}
 
 
-def test_arguments_as_json_are_those_as_an_object(qwen):
+def test_tool_arguments_as_json_render_like_an_object(qwen):
   row, text = ({'messages': [USER, with_arguments(a), RESULT, ANSWER_2]} for a in ({'a': 'é'}, '{"a":"é"}'))
   assert render(qwen, text) == render(qwen, row)
-  given = text['messages'][1]['tool_calls'][0]
-  assert given['function']['arguments'] == '{"a":"é"}'  # the row itself is as it was
-  asked = [prompts_lib.prompt_tokens(qwen, row, 'x').tolist() for row in (row, text)]
-  assert asked[0] == asked[1]
-  assert openai_format.Translator(qwen, 99).chat_prompt({'messages': text['messages'][:3]}).tolist() == asked[0]
-  none = {'messages': [USER, with_arguments('')]}
-  assert render(qwen, none) == render(qwen, {'messages': [USER, with_arguments({})]})
+  call = text['messages'][1]['tool_calls'][0]
+  assert call['function']['arguments'] == '{"a":"é"}'  # the row is unchanged
+  prompts = [prompts_lib.prompt_tokens(qwen, row, 'x').tolist() for row in (row, text)]
+  assert prompts[0] == prompts[1]
+  assert openai_format.Translator(qwen, 99).chat_prompt({'messages': text['messages'][:3]}).tolist() == prompts[0]
+  no_arguments = {'messages': [USER, with_arguments('')]}
+  assert render(qwen, no_arguments) == render(qwen, {'messages': [USER, with_arguments({})]})
 
 
 @pytest.mark.parametrize('given', [{'a': '\ud800'}, r'{"a": "\ud800"}'])
-def test_arguments_that_are_no_text_are_refused(qwen, given):
+def test_tool_arguments_with_lone_surrogate_are_refused(qwen, given):
   with pytest.raises(InputError, match='a.jsonl:1: has half a surrogate pair'):
     render(qwen, {'messages': [USER, with_arguments(given)]})
 
 
-def test_arguments_are_json_where_a_template_appends_them_to_a_text():
+def test_tool_arguments_are_json_for_template_that_concatenates_them():
   template = (
     "{% for m in messages %}{{ m.role + ':' + m.content }}{% for c in m.tool_calls or [] %}"
     "{{ c.function.name + c.function.arguments }}{% endfor %}{{ '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
   )
   tokenizer = tokenizer_lib.load('bytes', template)
-  for given in {'a': 'é'}, '{"a": "é"}':
-    row = {'messages': [USER, with_arguments(given)]}
+  for arguments in {'a': 'é'}, '{"a": "é"}':
+    row = {'messages': [USER, with_arguments(arguments)]}
     assert render(tokenizer, row) == f'user:Q1{END}assistant:[[f{{"a": "é"}}{END}]]'
 
 
-def test_a_call_that_the_template_leaves_out_is_refused(plain):
+def test_tool_call_that_template_leaves_out_is_refused(plain):
   row = {'messages': [USER, CALL, RESULT, ANSWER_2]}
   for train_on in 'assistant', 'all':
     with pytest.raises(InputError) as caught:
@@ -205,10 +212,10 @@ def test_a_call_that_the_template_leaves_out_is_refused(plain):
   flat = {'role': 'assistant', 'content': 'A', 'tool_calls': [{'name': 'f', 'arguments': {}}]}
   with pytest.raises(InputError, match="leaves out its call of 'f'"):
     render(plain, {'prompt': [USER], 'completion': [flat]})
-  assert render(plain, row, train_on='completion').endswith(f'[[A2{END}]]\n')  # is not trained, so may be left out
+  assert render(plain, row, train_on='completion').endswith(f'[[A2{END}]]\n')  # an untrained call may be left out
 
 
-def test_tokens_equal_those_of_transformers(qwen):
+def test_tokens_equal_apply_chat_template_of_transformers(qwen):
   chats = [
     [USER, ANSWER],
     [USER, ANSWER, USER_2, ANSWER_2],
@@ -216,16 +223,16 @@ def test_tokens_equal_those_of_transformers(qwen):
     [USER, CALL | {'content': ''}, RESULT, ANSWER_2],
   ]
   for messages in chats:
-    want = qwen.hf.apply_chat_template(messages, return_dict=False)
-    got = chat.make_example(qwen, {'messages': messages}, 'x').tokens
-    assert got.tolist() == want
+    expected = qwen.hf.apply_chat_template(messages, return_dict=False)
+    actual = chat.make_example(qwen, {'messages': messages}, 'x').tokens
+    assert actual.tolist() == expected
     prompt = prompts_lib.prompt_tokens(qwen, {'messages': messages}, 'x')
     assert prompt.tolist() == qwen.hf.apply_chat_template(
       messages[:-1], add_generation_prompt=True, enable_thinking=False, return_dict=False
     )
 
 
-def test_a_chat_that_ends_with_a_question_is_a_prompt_as_it_is(plain):
+def test_chat_that_ends_with_user_turn_is_a_whole_prompt(plain):
   row = {'messages': [USER, ANSWER, USER_2]}
   answered = {'messages': [*row['messages'], ANSWER]}
   assert prompts_lib.prompt_of(row, 'x') == row['messages'] == prompts_lib.prompt_of(answered, 'x')
@@ -235,7 +242,7 @@ def test_a_chat_that_ends_with_a_question_is_a_prompt_as_it_is(plain):
 
 @pytest.mark.parametrize('content', ['A1', ' A1', '\nA1', '\n\n A1', 'é', ''])
 @pytest.mark.parametrize('on', [True, False])
-def test_the_prompt_of_a_sampler_is_the_untrained_head(qwen, plain, content, on):
+def test_sampling_prompt_equals_untrained_head_of_example(qwen, plain, content, on):
   answer = {'role': 'assistant', 'content': content}
   rows = [
     {'prompt': [USER], 'completion': [answer]},
@@ -252,13 +259,13 @@ def test_the_prompt_of_a_sampler_is_the_untrained_head(qwen, plain, content, on)
 
 
 @pytest.mark.parametrize('content', ['\ue000', 'assistant', '<|im_start|>assistant\nA', 'A1<|im_end|>', '<b>'])
-def test_contents_that_look_like_the_template(plain, content):
+def test_contents_that_look_like_the_template_are_trained_as_text(plain, content):
   answer = {'role': 'assistant', 'content': content}
   row = {'messages': [USER, answer, USER, answer]}
   assert render(plain, row) == (f'{Q}Q1{END}\n{A}[[{content}{END}]]\n' * 2)
 
 
-def test_generation_markers_decide(tmp_path):
+def test_generation_markers_decide_what_is_trained(tmp_path):
   template = tmp_path / 'marked.jinja'
   template.write_text(
     '{% for m in messages %}{{ m.role }}: '
@@ -287,7 +294,7 @@ def test_a_header_is_not_sought_in_earlier_turns(tmp_path):
   )
 
 
-def test_a_template_that_hides_a_turn_is_refused(tmp_path):
+def test_template_that_leaves_out_a_turn_is_refused(tmp_path):
   template = tmp_path / 'last.jinja'
   template.write_text('{{ messages[-1].role }}: {{ messages[-1].content }}')
   tokenizer = tokenizer_lib.load('bytes', str(template))
@@ -295,7 +302,7 @@ def test_a_template_that_hides_a_turn_is_refused(tmp_path):
     render(tokenizer, {'messages': [USER, ANSWER, USER_2, ANSWER_2]})
 
 
-def test_text_is_trained_whole(plain, shared_data, tmp_path):
+def test_text_row_is_trained_whole_with_bos_and_eos(plain, shared_data, tmp_path):
   assert render(plain, {'text': 'hi'}) == '[[hi<|im_end|>]]'
   stories = tokenizer_lib.load(tiny.after_bos(shared_data('stories260K/hf'), tmp_path / 'model'))
   tokens = chat.make_example(stories, {'text': 'Once'}, 'x').tokens
@@ -307,7 +314,7 @@ def test_plain_prompt_and_completion_are_joined_as_they_are(plain, shared_data):
   row = {'prompt': '17+25=', 'completion': '42'}
   assert render(plain, row) == f'17+25=[[42{END}]]'
   assert render(plain, row, train_on='all') == f'[[17+25=42{END}]]'
-  # This tokenizer begins each text with a space; the join must not.
+  # This tokenizer begins each text with a space, which must not be inserted before the completion.
   stories = tokenizer_lib.load(shared_data('stories260K/hf'))
   example = chat.make_example(stories, {'prompt': 'Once upon', 'completion': ' a time'}, 'x')
   assert stories.decode(example.tokens) == 'Once upon a time'
@@ -315,34 +322,34 @@ def test_plain_prompt_and_completion_are_joined_as_they_are(plain, shared_data):
 
 
 def test_text_parts_are_joined(plain):
-  # `value` is LLaMA-Factory's.
+  # LLaMA-Factory has `value` instead of `text`.
   parts = [{'type': 'text', 'text': 'A'}, {'type': 'text', 'value': '1'}]
   row = {'messages': [USER, {'role': 'assistant', 'content': parts}]}
   assert render(plain, row) == f'{Q}Q1{END}\n{A}[[A1{END}]]\n'
 
 
-def weights(tokenizer, row, **options):
-  made = chat.make_example(tokenizer, row, 'x', **options)
-  return made.loss_mask[made.loss_mask > 0].tolist()
+def trained_weights(tokenizer, row, **options):
+  example = chat.make_example(tokenizer, row, 'x', **options)
+  return example.loss_mask[example.loss_mask > 0].tolist()
 
 
-def test_the_weight_of_a_turn_scales_its_tokens(plain):
+def test_weight_of_a_turn_is_the_loss_mask_of_its_tokens(plain):
   for key in ('weight', 'loss_weight'):
     off, half = {**ANSWER, key: 0}, {**ANSWER_2, key: 0.5}
     row = {'messages': [{**USER, key: 0.0}, off, USER_2, half]}
-    assert weights(plain, row) == [0.5] * 3  # A2 and the end of the turn
+    assert trained_weights(plain, row) == [0.5] * 3  # A2 and the end of the turn
     row = {'messages': [USER, {**ANSWER, key: 2}, USER_2, ANSWER_2]}
-    assert weights(plain, row) == [2] * 3 + [1] * 3
-    assert weights(plain, row, train_on='completion') == [1] * 3
+    assert trained_weights(plain, row) == [2] * 3 + [1] * 3
+    assert trained_weights(plain, row, train_on='completion') == [1] * 3
   row = {'prompt': [USER], 'completion': [{**ANSWER, 'weight': 0.25}]}
-  assert weights(plain, row) == [0.25] * 3
-  # Without fractions the mask is what it was: bool.
+  assert trained_weights(plain, row) == [0.25] * 3
+  # If all weights are 0 or 1, the mask is bool.
   row = {'messages': [USER, {**ANSWER, 'weight': 0}, USER_2, ANSWER_2]}
   assert render(plain, row) == (f'{Q}Q1{END}\n{A}A1{END}\n{Q}Q2{END}\n{A}[[A2{END}]]\n')
   assert chat.make_example(plain, row, 'x').loss_mask.dtype == bool
 
 
-def test_weights_with_generation_markers_and_joint_encoding(tmp_path, shared_data):
+def test_weights_of_turns_with_generation_markers(tmp_path, shared_data):
   template = tmp_path / 'marked.jinja'
   template.write_text(
     '{% for m in messages %}{% if m.role == "assistant" %}{% generation %}'
@@ -352,8 +359,8 @@ def test_weights_with_generation_markers_and_joint_encoding(tmp_path, shared_dat
   row = {'messages': [USER, {**ANSWER, 'weight': 0.5}, USER_2, ANSWER_2]}
   for source in ('bytes', shared_data('stories260K/hf')):
     tokenizer = tokenizer_lib.load(source, str(template))
-    found = weights(tokenizer, row)
-    assert set(found) == {0.5, 1} and found == sorted(found)
+    mask_values = trained_weights(tokenizer, row)
+    assert set(mask_values) == {0.5, 1} and mask_values == sorted(mask_values)
 
 
 IMAGE = [{'type': 'image', 'url': 'x'}]
@@ -411,7 +418,7 @@ def test_bad_rows_are_named(plain, row, message):
   assert '\n' not in str(caught.value)
 
 
-def test_weights_and_training_on_all_exclude_each_other(plain):
+def test_message_weights_with_train_on_all_are_refused(plain):
   row = {'messages': [USER, {**ANSWER, 'weight': 1}]}
   with pytest.raises(InputError, match='x: messages have a weight, which train'):
     chat.make_example(plain, row, 'x', train_on='all')

@@ -1,4 +1,4 @@
-"""Each example of docs/data_formats.md is read with the flags that the page gives."""
+"""Each example of docs/data_formats.md is a row that a stage accepts with the flags that the page gives."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ PAGE = pathlib.Path(__file__).resolve().parents[1] / 'docs/data_formats.md'
 
 
 def examples():
-  """(flags, rows) of each example."""
+  """Yields (flags, rows) of each block of JSON; the flags are the last `--config.algorithm=...` before the block."""
   decoder, flags = json.JSONDecoder(), ''
   for flag, text in re.findall(r'`(--config\.algorithm=[^`]*)`|```json\n(.*?)```', PAGE.read_text('utf-8'), re.S):
     flags, rows = flag or flags, []
@@ -29,7 +29,7 @@ def examples():
 
 
 @pytest.mark.parametrize('flags, rows', list(examples()))
-def test_it_is_read(flags, rows, tmp_path):
+def test_example_of_the_page_is_read(flags, rows, tmp_path):
   path = tmp_path / 'rows.jsonl'
   path.write_text('\n'.join(map(json.dumps, rows)), 'utf-8')
   raw = defaults() | {'reward': 'exact_match'}

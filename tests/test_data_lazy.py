@@ -1,4 +1,4 @@
-"""Several sources with weights, and rows that are read when asked for."""
+"""`data.sources` and `data.lazy`: weighted mixtures of sources, and rows that are streamed from disk (`streaming`)."""
 
 import collections
 import datetime
@@ -47,6 +47,7 @@ WRITERS = {'jsonl': write_lines, 'parquet': write_parquet, 'array_record': write
 
 
 def even(r):
+  """A map that keeps the rows with an even number in their prompt."""
   return r if int(r['prompt'][1:]) % 2 == 0 else None
 
 
@@ -79,7 +80,7 @@ def mixture(tmp_path, weights=(), sizes=(30, 70), **options):
   return sources.read_sources(' + '.join(paths), weights=weights, **options)
 
 
-def test_without_weights_sources_stand_one_after_the_other(tmp_path):
+def test_unweighted_sources_are_concatenated(tmp_path):
   rows = mixture(tmp_path)
   assert len(rows) == 100 and rows.sizes == (30, 70) and rows.weights == ()
   assert [r['prompt'] for r in rows] == [*(f'a{n}' for n in range(30)), *(f'b{n}' for n in range(70))]
@@ -91,26 +92,26 @@ def test_without_weights_sources_stand_one_after_the_other(tmp_path):
 
 
 @pytest.mark.parametrize('shuffle', [True, False])
-def test_weights_are_shares_of_the_documents(shuffle):
+def test_weighted_sources_have_their_shares_of_documents(shuffle):
   sizes, weights = (60, 150, 40), (2, 1, 1)
   order = loader.order(250, 0, shuffle, sizes, weights)
   drawn = np.array([order[i] for i in range(1600)])
   source = np.searchsorted(np.cumsum(sizes), drawn, 'right')
   share = np.bincount(source) / len(drawn)
   np.testing.assert_allclose(share, [0.5, 0.25, 0.25], atol=2e-3)
-  # Evenly, not in blocks: any 100 in a row have their shares.
+  # Sources alternate evenly, not in blocks: each run of 100 documents has their shares.
   for n in range(0, 1600, 100):
     part = np.bincount(source[n : n + 100], minlength=3)
     np.testing.assert_allclose(part, [50, 25, 25], atol=2)
   # Each source goes through all of its rows before one comes again.
   for n, (start, size) in enumerate(zip((0, 60, 210), sizes)):
-    mine = drawn[source == n][: 11 * size]
-    whole = range(start, start + size)
-    epochs = [mine[k : k + size].tolist() for k in range(0, 10 * size, size)]
-    full = [e for e in epochs if len(e) == size]
-    assert len(full) > 1 and all(sorted(e) == list(whole) for e in full)
-    assert (full[0] == full[1]) != shuffle
-  # By one global index, from anywhere.
+    own = drawn[source == n][: 11 * size]
+    all_rows = range(start, start + size)
+    epochs = [own[k : k + size].tolist() for k in range(0, 10 * size, size)]
+    whole_epochs = [e for e in epochs if len(e) == size]
+    assert len(whole_epochs) > 1 and all(sorted(e) == list(all_rows) for e in whole_epochs)
+    assert (whole_epochs[0] == whole_epochs[1]) != shuffle
+  # The order depends on the global index only, whatever was read before.
   assert order[10**9] == loader.order(250, 0, shuffle, sizes, weights)[10**9]
 
 
@@ -126,9 +127,9 @@ def test_a_mixture_resumes_exactly(tmp_path):
   for n in (0, 1, 5, 11):
     resumed = stream_of(rows)
     resumed.restore(states[n])
-    for want, got in zip(batches[n:], take(resumed, 12 - n)):
-      assert want[1] == got[1]
-      np.testing.assert_array_equal(want[0].tokens, got[0].tokens)
+    for (expected, info), (actual, actual_info) in zip(batches[n:], take(resumed, 12 - n)):
+      assert info == actual_info
+      np.testing.assert_array_equal(expected.tokens, actual.tokens)
     resumed.close()
   counts = collections.Counter()
   for _, info in batches:
@@ -138,7 +139,7 @@ def test_a_mixture_resumes_exactly(tmp_path):
   other = stream_of(mixture(tmp_path, (1, 1)))
   with pytest.raises(InputError, match='weight_ppm_of_source_0=750000 and'):
     other.restore(states[3])
-  # Weights that say the same are the same, whatever their unit.
+  # Only the ratio of the weights counts.
   stream_of(mixture(tmp_path, (0.75, 0.25))).restore(states[3])
 
 
@@ -154,7 +155,7 @@ def test_documents_are_counted_for_their_source(tmp_path):
   assert counts == {'data/0/documents': 10, 'data/1/documents': 13}
 
 
-def test_one_source_has_no_counts_and_an_unweighted_state_no_new_keys(tmp_path):
+def test_single_source_has_no_counts_and_no_mixture_keys_in_its_state(tmp_path):
   rows = sources.read_sources(write_lines(tmp_path / 'a.jsonl', [row(1)]))
   assert isinstance(rows, sources.Rows)
   stream = stream_of(rows)
@@ -174,7 +175,7 @@ def test_one_source_has_no_counts_and_an_unweighted_state_no_new_keys(tmp_path):
   }
 
 
-def test_columns_and_maps_are_for_all_or_for_each(tmp_path):
+def test_columns_and_maps_apply_to_all_sources_or_one_each(tmp_path):
   first = write_lines(tmp_path / 'a.jsonl', [{'q': 'x0', 'a': 'y'}])
   second = write_lines(tmp_path / 'b, c.jsonl', [{'p': 'x0', 'b': 'z'}])
   third = write_lines(tmp_path / 'c.jsonl', [row(n) for n in range(4)])
@@ -182,11 +183,11 @@ def test_columns_and_maps_are_for_all_or_for_each(tmp_path):
   def read(*arguments, **named):
     return list(sources.read_sources(*arguments, **named))
 
-  same = [{'prompt': 'x0', 'completion': 'y'}, {'prompt': 'x0', 'completion': 'z'}]
+  expected = [{'prompt': 'x0', 'completion': 'y'}, {'prompt': 'x0', 'completion': 'z'}]
   columns = ('prompt=q,completion=a', 'prompt=p,completion=b')
-  assert read((first, second), columns) == same
-  assert read(f'{first} + {second}', ' + '.join(columns)) == same
-  assert read((first, first), columns[0]) == [same[0]] * 2
+  assert read((first, second), columns) == expected
+  assert read(f'{first} + {second}', ' + '.join(columns)) == expected
+  assert read((first, first), columns[0]) == [expected[0]] * 2
   assert read((third, third), map_fn=even) == [row(0), row(2)] * 2
   assert read((third, third), map_fn=('', even)) == [*map(row, range(4)), row(0), row(2)]
   for arguments, message in [
@@ -202,7 +203,7 @@ def test_columns_and_maps_are_for_all_or_for_each(tmp_path):
       sources.read_sources(*arguments)
 
 
-def test_prompts_of_a_mixture(tmp_path):
+def test_prompt_stream_of_mixture_has_shares_and_skips_long_prompts(tmp_path):
   rows = mixture(tmp_path, (1, 1), sizes=(4, 12))
 
   def make(rows, longest=9):
@@ -212,7 +213,7 @@ def test_prompts_of_a_mixture(tmp_path):
   names = [p.prompt[0] for _ in range(10) for p in next(stream)[0]]
   assert names.count('a') == names.count('b') == 20
   assert len(stream) == 16
-  # Too long: b10, b11.
+  # b10 and b11 are longer than two tokens.
   assert make(rows, 2).skipped == 2 and len(make(rows, 2)) == 14
   long = sources.read_sources(
     (write_lines(tmp_path / 'c.jsonl', [row(1)]), write_lines(tmp_path / 'd.jsonl', [row(1, 'x' * 20)])), weights=(1, 1)
@@ -226,8 +227,8 @@ def test_prompts_of_a_mixture(tmp_path):
 
 @pytest.mark.parametrize('kind', WRITERS)
 def test_streaming_reads_the_same_rows(tmp_path, kind):
-  given = [row(n) for n in range(23)]
-  path = WRITERS[kind](tmp_path / f'a.{kind}', given)
+  written = [row(n) for n in range(23)]
+  path = WRITERS[kind](tmp_path / f'a.{kind}', written)
   eager = sources.read(path, 'question=prompt')
   lazy = sources.read(path, 'question=prompt', streaming=True)
   assert lazy.streaming and not eager.streaming
@@ -247,7 +248,7 @@ def test_streaming_reads_the_same_rows(tmp_path, kind):
   ],
 )
 @pytest.mark.parametrize('chunk', [1, 2, 3, 7, 1 << 20])
-def test_lines_are_found_whatever_stands_between(tmp_path, monkeypatch, text, chunk):
+def test_streamed_lines_are_found_among_blank_lines_and_byte_order_marks(tmp_path, monkeypatch, text, chunk):
   from jaxpost.data import lazy as lazy_lib
 
   monkeypatch.setattr(lazy_lib, '_CHUNK', chunk)
@@ -267,7 +268,7 @@ def test_streaming_a_folder_and_its_splits(tmp_path):
   assert lazy.where(3).endswith('train-1.jsonl:1')
 
 
-def test_many_files_are_not_all_open(tmp_path):
+def test_at_most_32_files_are_open(tmp_path):
   for n in range(80):
     write_lines(tmp_path / f'{n:03}.jsonl', [row(n)])
   lazy = sources.read(tmp_path, streaming=True)
@@ -293,7 +294,7 @@ def write_typed(path):
 
 
 def count_reads(monkeypatch, kind):
-  """{row group: how often it is read} from now on."""
+  """{row group: number of reads} from now on; pieces of row groups have 300 bytes."""
   reads, read = collections.Counter(), kind.read_row_group
 
   def counted(self, group):
@@ -306,6 +307,7 @@ def count_reads(monkeypatch, kind):
 
 
 def draw(rows, eager, passes=3, window=100):
+  """Reads rows in a random order, sorted within each window as `PackedStream` does, and compares them with `eager`."""
   order = np.random.default_rng(0).permutation(passes * len(eager)) % len(eager)
   for start in range(0, len(order), window):
     for i in sorted(order[start : start + window].tolist()):
@@ -321,18 +323,18 @@ def size_of_file(rows):
 
 
 def test_row_groups_are_read_at_most_twice(tmp_path, monkeypatch, caplog):
-  """A random order comes back to each in every window: it used to read each row group anew in all of them."""
+  """A random order needs each row group in every window, and must not read it anew in each of them."""
   kind, path = write_typed(tmp_path / 'a.parquet'), str(tmp_path / 'a.parquet')
   eager, reads = list(sources.read(path)), count_reads(monkeypatch, kind)
   rows = sources.read(path, streaming=True)
   draw(rows, eager)
   assert len(reads) == 25 and max(reads.values()) <= 2 and not caplog.text
-  # Groups that were written to the file are no longer in memory.
+  # Groups that were copied to the temporary file are no longer in memory.
   assert groups_of(rows)._recent._entries.keys().isdisjoint(groups_of(rows)._pieces)
 
 
 class SmallDisk(io.FileIO):
-  """A file on a disk of 20,000 bytes: the last write takes a part of what it is given, as that of a full disk does."""
+  """A file on a disk of 20,000 bytes: the last write stores only a part of its data, as on a disk that becomes full."""
 
   def write(self, data):
     room = 20_000 - self.tell()
@@ -363,7 +365,7 @@ def no_folder():
   ],
 )
 def test_row_groups_are_read_again_where_the_disk_has_no_room(tmp_path, monkeypatch, caplog, disk, why):
-  """A full disk ended the run, and several sources or processes together could fill one."""
+  """Keeping row groups must neither fill a disk that others write to nor end the run when the disk is full."""
   kind, path = write_typed(tmp_path / 'a.parquet'), str(tmp_path / 'a.parquet')
   eager, reads = list(sources.read(path)), count_reads(monkeypatch, kind)
   total, free = {'half': (0, 60_000), 'tenth': (10**9, 10**8 + 40_000)}.get(disk, (0, 10**9))
@@ -382,12 +384,12 @@ def test_row_groups_are_read_again_where_the_disk_has_no_room(tmp_path, monkeypa
   assert caplog.text.count('set TMPDIR to a folder with more room') == caplog.text.count(why) == 1
   kept = groups_of(rows)._pieces
   assert bool(kept) == (2 in reads.values()) == (disk != 'none')
-  # Nothing is left of the group that had no room.
+  # Nothing remains in the file of the group that had no room.
   assert disk == 'none' or size_of_file(rows) == max(ends[-1] for _, ends in kept.values())
 
 
 def test_a_row_group_that_would_outgrow_a_bound_is_not_kept(tmp_path, monkeypatch, caplog):
-  """Such as one whose lists have a dictionary, all of which is in each piece."""
+  """Each piece of a row group whose lists have a dictionary would hold the whole dictionary."""
   kind, path = write_typed(tmp_path / 'a.parquet'), str(tmp_path / 'a.parquet')
   eager, read = list(sources.read(path)), kind.read_row_group
   pa = pytest.importorskip('pyarrow')
@@ -407,8 +409,8 @@ def test_a_row_group_that_would_outgrow_a_bound_is_not_kept(tmp_path, monkeypatc
   assert caplog.text.count('a row group of 0 MiB takes more than 0 MiB') == 1
 
 
-def test_row_groups_with_dictionaries_take_the_room_of_their_texts(tmp_path, monkeypatch):
-  """Each piece of a group had the whole dictionary: 5 MB of texts took 12 GB."""
+def test_row_group_pieces_do_not_copy_dictionaries(tmp_path, monkeypatch):
+  """If each piece of a group held the whole dictionary, 5 MB of texts would take 12 GB."""
   pa = pytest.importorskip('pyarrow')
   from pyarrow import parquet
 
@@ -430,7 +432,7 @@ def test_row_groups_that_are_read_in_order_are_not_kept(tmp_path, monkeypatch):
   assert set(reads.values()) == {3} and groups_of(rows)._file is None
 
 
-def test_bad_rows_are_named_when_they_are_reached(tmp_path):
+def test_bad_streamed_rows_are_named_when_they_are_read(tmp_path):
   path = tmp_path / 'a.jsonl'
   path.write_bytes(b'{"n": 0}\n\n{"n": }\n[1]\n{"n": "\xff"}\n{"n": 5, "n": 5}\n')
   lazy = sources.read(path, streaming=True)
@@ -452,7 +454,7 @@ def test_bad_rows_are_named_when_they_are_reached(tmp_path):
     mapped[0]
 
 
-def test_what_cannot_be_streamed_is_said_at_once(tmp_path):
+def test_files_that_cannot_be_streamed_are_refused_when_opened(tmp_path):
   (tmp_path / 'a.jsonl').write_text(' \n\n')
   (tmp_path / 'b.json').write_text('[{"n": 0}]')
   (tmp_path / 'c.jsonl.gz').write_bytes(b'')
@@ -467,33 +469,33 @@ def test_what_cannot_be_streamed_is_said_at_once(tmp_path):
   ]:
     with pytest.raises(InputError, match=message):
       sources.read(tmp_path / name, streaming=True)
-  made = sources.read('generated:arithmetic:max=3', streaming=True)
-  assert not made.streaming  # it is in memory anyway
+  generated = sources.read('generated:arithmetic:max=3', streaming=True)
+  assert not generated.streaming  # its rows are in memory anyway
 
 
 @pytest.mark.parametrize('kind', WRITERS)
-def test_a_stream_of_lazy_rows_is_that_of_rows_in_memory(tmp_path, kind):
+def test_batches_of_streamed_rows_equal_those_of_rows_in_memory(tmp_path, kind):
   path = WRITERS[kind](tmp_path / f'a.{kind}', [row(n) for n in range(40)])
   eager, lazy = (stream_of(sources.read(path, streaming=streaming)) for streaming in (False, True))
   states = []
-  for (want, info), (got, same) in zip(take(eager, 8), take(lazy, 8)):
-    np.testing.assert_array_equal(want.tokens, got.tokens)
-    assert info == same
+  for (expected, info), (actual, actual_info) in zip(take(eager, 8), take(lazy, 8)):
+    np.testing.assert_array_equal(expected.tokens, actual.tokens)
+    assert info == actual_info
     states.append(lazy.state())
   assert states[-1] == eager.state()
-  middle = stream_of(sources.read(path, streaming=True))
-  again = stream_of(sources.read(path, streaming=True))
-  third = take(middle, 3)[-1]
-  again.restore(middle.state())
-  for s in (middle, again):
+  interrupted = stream_of(sources.read(path, streaming=True))
+  resumed = stream_of(sources.read(path, streaming=True))
+  third = take(interrupted, 3)[-1]
+  resumed.restore(interrupted.state())
+  for s in (interrupted, resumed):
     batches = take(s, 5)
-    np.testing.assert_array_equal(batches[-1][0].tokens, got.tokens)
+    np.testing.assert_array_equal(batches[-1][0].tokens, actual.tokens)
   assert third[1]['tokens'] > 0
-  for s in (eager, lazy, middle, again):
+  for s in (eager, lazy, interrupted, resumed):
     s.close()
 
 
-def test_rows_that_the_map_drops_are_counted_and_stall_nothing(tmp_path):
+def test_streamed_rows_dropped_by_map_are_counted(tmp_path):
   path = write_lines(tmp_path / 'a.jsonl', [row(n) for n in range(40)])
   lazy = sources.read(path, map_fn=even, streaming=True)
   assert lazy[1] is None and lazy[2] == row(2)
@@ -511,19 +513,19 @@ def test_rows_that_the_map_drops_are_counted_and_stall_nothing(tmp_path):
     next(stream_of(none, window=0))
 
 
-def test_a_lazy_mixture(tmp_path):
+def test_batches_of_streamed_mixture_equal_those_of_mixture_in_memory(tmp_path):
   rows = mixture(tmp_path, (3, 1), streaming=True)
   assert rows.streaming and rows.weights == (3, 1)
-  eager = mixture(tmp_path, (3, 1))
-  a, b = stream_of(rows), stream_of(eager)
-  for (want, info), (got, same) in zip(take(a, 6), take(b, 6)):
-    np.testing.assert_array_equal(want.tokens, got.tokens)
-    assert info == same
-  a.close()
-  b.close()
+  in_memory = mixture(tmp_path, (3, 1))
+  lazy, eager = stream_of(rows), stream_of(in_memory)
+  for (actual, info), (expected, expected_info) in zip(take(lazy, 6), take(eager, 6)):
+    np.testing.assert_array_equal(actual.tokens, expected.tokens)
+    assert info == expected_info
+  lazy.close()
+  eager.close()
 
 
-def test_prompts_are_made_when_reached(tmp_path):
+def test_streamed_prompts_skip_dropped_and_long_rows_and_resume(tmp_path):
   path = write_lines(tmp_path / 'a.jsonl', [row(n, 'q' * (1 + n % 3)) for n in range(20)])
 
   def short(r):
@@ -539,18 +541,18 @@ def test_prompts_are_made_when_reached(tmp_path):
     )
 
   stream = make(3, 4)
-  found = [p for _ in range(8) for p in next(stream)[0]]
-  # Indices count on over what was left out.
-  assert [p.index for p in found] == sorted({p.index for p in found})
-  assert found[-1].index == 24 + stream.skipped - 1
-  assert all(len(p.tokens) <= 4 and p.prompt[-1] != '5' for p in found)
+  drawn = [p for _ in range(8) for p in next(stream)[0]]
+  # Indices also count prompts that were left out.
+  assert [p.index for p in drawn] == sorted({p.index for p in drawn})
+  assert drawn[-1].index == 24 + stream.skipped - 1
+  assert all(len(p.tokens) <= 4 and p.prompt[-1] != '5' for p in drawn)
   resumed = make(2, 4)
   first = make(2, 4)
-  head = [p for _ in range(5) for p in next(first)[0]]
+  with_resume = [p for _ in range(5) for p in next(first)[0]]
   resumed.restore(first.state())
-  head += [p for _ in range(7) for p in next(resumed)[0]]
-  assert [p.index for p in head] == [p.index for p in found]
-  assert [p.prompt for p in head] == [p.prompt for p in found]
+  with_resume += [p for _ in range(7) for p in next(resumed)[0]]
+  assert [p.index for p in with_resume] == [p.index for p in drawn]
+  assert [p.prompt for p in with_resume] == [p.prompt for p in drawn]
   assert set(stream.lengths) == {1, 2, 4} and len(stream) == 20
   assert set(make(2, 6).lengths) == {1, 2, 4, 6}
   with pytest.raises(InputError, match='none of the 20 prompts is kept'):
@@ -558,8 +560,8 @@ def test_prompts_are_made_when_reached(tmp_path):
   # If no row has to be left out, the prompts are those of rows in memory.
   lazy, eager = (make(4, 99, streaming, None) for streaming in (True, False))
   for _ in range(7):
-    (a, info), (b, same) = next(lazy), next(eager)
-    assert [p.prompt for p in a] == [p.prompt for p in b] and info == same
+    (streamed, info), (in_memory, expected_info) = next(lazy), next(eager)
+    assert [p.prompt for p in streamed] == [p.prompt for p in in_memory] and info == expected_info
 
 
 def test_memory_stays_bounded_with_200_megabytes(tmp_path):

@@ -90,7 +90,7 @@ def test_to_batch_isolates_documents():
   assert batch.tokens.dtype == np.int32
 
 
-def test_to_batch_without_trained_tokens_has_zero_weights():
+def test_to_batch_without_trained_tokens_weighs_nothing():
   one = chat.Example(np.array([5]), np.array([True]))
   assert packing.to_batch([[one]], 4, 1).loss_weights.sum() == 0
 
@@ -131,7 +131,7 @@ def test_info_counts_tokens_documents_and_context():
 
 
 @pytest.mark.parametrize('packed', [True, False])
-def test_resume_at_each_batch_gives_the_same_batches(packed):
+def test_resume_at_each_batch_continues_the_same(packed):
   uninterrupted = make(packing=packed, documents=uneven)
   states, batches = [uninterrupted.state()], []
   for batch, info in take(uninterrupted, 14):
@@ -312,7 +312,7 @@ def test_restore_refuses_state_of_another_seed():
     make(seed=6).restore(state)
 
 
-def test_each_epoch_and_seed_has_its_own_order():
+def test_epochs_are_shuffled_anew_and_by_seed():
   def epoch(seed, n):
     order = loader.order(NUM_ROWS, seed)
     return [order[n * NUM_ROWS + i] for i in range(NUM_ROWS)]
@@ -384,7 +384,7 @@ def test_overlong_error_names_the_row():
     list(take(stream, 3))
 
 
-def test_documents_without_trained_tokens_are_an_error_not_a_hang():
+def test_nothing_to_train_on_is_an_error_not_a_hang():
   def untrained(row):
     return chat.Example(np.array([1, 2]), np.array([True, False]))
 

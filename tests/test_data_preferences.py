@@ -1,4 +1,8 @@
-"""Pairs, labels, steps and scores: the tokens of SFT, numbered and marked."""
+"""`data.preferences`: examples of pairs, unpaired labels, steps and scores have the tokens of SFT.
+
+`sequence_ids` numbers the answers of an example from 1 and is 0 at prompts; `branch_ids` is 0 at shared tokens of the
+prompts and numbers the branches after them.
+"""
 
 import dataclasses
 import functools
@@ -47,21 +51,22 @@ def tokenizer(request, shared_data):
 
 
 def unrolled(example):
-  """Per answer: its tokens with its prompt, what is trained, what is scored."""
-  found = []
+  """(tokens, loss mask, whether each token is scored) of each answer with its prompt."""
+  answers = []
   parts = example.branch_ids if example.branch_ids is not None else example.segment_ids
   head = np.flatnonzero(parts == 0)
   for n in range(1, parts.max() + 1):
     at = np.append(head, np.flatnonzero(parts == n))
     assert example.positions[at].tolist() == list(range(len(at)))
     assert set(example.sequence_ids[at].tolist()) == {0, n}
-    found.append(
+    answers.append(
       (example.tokens[at].tolist(), example.loss_mask[at].tolist(), (example.sequence_ids[at] == n).tolist())
     )
-  return found
+  return answers
 
 
-def fits(tokenizer, row):
+def can_render(tokenizer, row):
+  """A row of plain text needs no chat template."""
   return tokenizer.chat_template or isinstance(row['prompt'], str)
 
 
@@ -69,7 +74,7 @@ def fits(tokenizer, row):
 @pytest.mark.parametrize('thinking', [True, False])
 def test_each_answer_has_the_tokens_of_sft(tokenizer, row, thinking):
   tokenizer = dataclasses.replace(tokenizer, template_kwargs={'enable_thinking': thinking})
-  if not fits(tokenizer, row):
+  if not can_render(tokenizer, row):
     with pytest.raises(InputError, match='need a chat template'):
       preferences.make_pair_example(tokenizer, row, 'x')
     return
@@ -78,12 +83,12 @@ def test_each_answer_has_the_tokens_of_sft(tokenizer, row, thinking):
   assert len(shared.tokens) < len(apart.tokens)
   assert shared.segment_ids is None and apart.branch_ids is None
   for side, (tokens, mask, scored) in zip(('chosen', 'rejected'), unrolled(shared)):
-    given = {'prompt': row['prompt'], 'completion': row[side]}
-    want = chat.make_example(tokenizer, given, 'x')
-    stop = np.flatnonzero(want.loss_mask)[-1] + 1
-    assert tokens == want.tokens[:stop].tolist()
-    assert mask == scored == want.loss_mask[:stop].tolist()
-    assert not want.loss_mask[stop:].any()
+    sft_row = {'prompt': row['prompt'], 'completion': row[side]}
+    expected = chat.make_example(tokenizer, sft_row, 'x')
+    stop = np.flatnonzero(expected.loss_mask)[-1] + 1
+    assert tokens == expected.tokens[:stop].tolist()
+    assert mask == scored == expected.loss_mask[:stop].tolist()
+    assert not expected.loss_mask[stop:].any()
     if row[side][0] is CALL:
       continue  # Qwen3 writes turns before the last without a <think> block
     prompt = prompts_lib.prompt_tokens(tokenizer, row, 'x').tolist()
@@ -91,7 +96,7 @@ def test_each_answer_has_the_tokens_of_sft(tokenizer, row, thinking):
     assert mask[len(prompt)]
 
 
-def test_a_header_that_only_one_answer_has(shared_data):
+def test_answers_with_and_without_reasoning_have_own_headers(shared_data):
   # Qwen3 opens an empty <think> block before an answer without reasoning.
   qwen = load(shared_data('tokenizers/qwen3'))
   row = {'prompt': [USER], 'chosen': THOUGHT, 'rejected': BAD}
@@ -113,8 +118,8 @@ def test_a_header_that_only_one_answer_has(shared_data):
 
 
 @pytest.mark.parametrize('same', [0, 1, 3])
-def test_prompts_that_become_other_tokens_are_shared_as_far_as_they_go(same):
-  """This happens if a tokenizer merges the end of a prompt with its answer."""
+def test_prompts_of_different_tokens_are_shared_up_to_the_difference(same):
+  """The prompts of a pair differ if the tokenizer merges the end of the prompt with the beginning of an answer."""
   sides = []
   for other in (50, 60):
     tokens = np.arange(1, 9, dtype=np.int32)
@@ -122,7 +127,7 @@ def test_prompts_that_become_other_tokens_are_shared_as_far_as_they_go(same):
     sides.append(preferences._Side(tokens, np.arange(8) >= 5.0, np.arange(8) >= 5))
   example = preferences._join(sides, True)
   batch = packing.to_batch([[example]], 32, 1)
-  assert batch.branch_ids is not None  # the same fields as of other rows
+  assert batch.branch_ids is not None  # the batch has the same fields as those of other rows
   assert example.sequence_ids.max() == 2
   if same:
     assert [ids for ids, _, _ in unrolled(example)] == [side.tokens.tolist() for side in sides]
@@ -133,7 +138,7 @@ def test_prompts_that_become_other_tokens_are_shared_as_far_as_they_go(same):
     assert example.segment_ids.tolist() == [1] * 8 + [2] * 8
 
 
-def test_one_token_prompts(plain):
+def test_one_token_prompt_is_not_shared(plain):
   row = {'prompt': 'Q', 'chosen': 'a', 'rejected': 'b'}
   example = preferences.make_pair_example(plain, row, 'x')
   assert plain.decode(example.tokens, False) == 'Qa<|im_end|>Qb<|im_end|>'
@@ -142,23 +147,23 @@ def test_one_token_prompts(plain):
   assert example.sequence_ids.tolist() == [0, 1, 1, 0, 2, 2]
 
 
-def test_prompts_that_are_not_named(plain):
-  """Whole conversations, as messages and as hh-rlhf's texts."""
+def test_prompt_is_the_common_beginning_of_whole_conversations(plain):
+  """The conversations are messages, or texts in the format of hh-rlhf; the rows have no column `prompt`."""
   explicit = preferences.make_pair_example(plain, PAIRS[1], 'x')
   begin = PAIRS[1]['prompt']
   whole = {'chosen': begin + GOOD, 'rejected': begin + BAD}
-  found = preferences.make_pair_example(plain, whole, 'x')
-  assert found.tokens.tolist() == explicit.tokens.tolist()
-  assert found.sequence_ids.tolist() == explicit.sequence_ids.tolist()
+  inferred = preferences.make_pair_example(plain, whole, 'x')
+  assert inferred.tokens.tolist() == explicit.tokens.tolist()
+  assert inferred.sequence_ids.tolist() == explicit.sequence_ids.tolist()
   head = '\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:'
   row = {'chosen': f'{head} same x', 'rejected': f'{head} same y'}
   assert preferences.pair_of(row, 'x') == (head, ' same x', ' same y')
-  # A last turn that is not shared belongs to the answers.
+  # A turn that only one of the conversations has belongs to the answers.
   row = {'chosen': f'{head} x\n\nHuman: d\n\nAssistant: e', 'rejected': f'{head} y\n\nHuman: f\n\nAssistant: g'}
   assert preferences.pair_of(row, 'x')[0] == head
 
 
-def test_margins(plain):
+def test_margin_is_a_column_or_difference_of_scores(plain):
   for extra, margin in [
     ({}, 0),
     ({'margin': 1.5}, 1.5),
@@ -166,24 +171,24 @@ def test_margins(plain):
     ({'score_chosen': 8.0, 'score_rejected': 5}, 3),
     ({'score_chosen': 8.0}, 0),
   ]:
-    made = preferences.make_pair_example(plain, {**PAIRS[0], **extra}, 'x')
-    np.testing.assert_array_equal(made.arrays['margin'], np.where(made.sequence_ids > 0, margin, 0))
+    example = preferences.make_pair_example(plain, {**PAIRS[0], **extra}, 'x')
+    np.testing.assert_array_equal(example.arrays['margin'], np.where(example.sequence_ids > 0, margin, 0))
 
 
-def test_reward_models_read_the_last_token(plain):
+def test_train_on_last_reads_only_the_last_token_of_each_answer(plain):
   for share in (True, False):
-    made = preferences.make_pair_example(plain, PAIRS[1], 'x', train_on='last', share_prompt=share)
-    both = preferences.make_pair_example(plain, PAIRS[1], 'x', share_prompt=share)
-    assert made.tokens.tolist() == both.tokens.tolist()
-    assert made.sequence_ids.tolist() == both.sequence_ids.tolist()
-    at = np.flatnonzero(made.loss_mask)
-    assert made.tokens[at].tolist() == [258, 258]  # <|im_end|>
-    assert made.sequence_ids[at].tolist() == [1, 2]
-    batch = packing.to_batch([[made, made]], 256, 1, per='pair')
+    example = preferences.make_pair_example(plain, PAIRS[1], 'x', train_on='last', share_prompt=share)
+    full = preferences.make_pair_example(plain, PAIRS[1], 'x', share_prompt=share)
+    assert example.tokens.tolist() == full.tokens.tolist()
+    assert example.sequence_ids.tolist() == full.sequence_ids.tolist()
+    at = np.flatnonzero(example.loss_mask)
+    assert example.tokens[at].tolist() == [258, 258]  # <|im_end|>
+    assert example.sequence_ids[at].tolist() == [1, 2]
+    batch = packing.to_batch([[example, example]], 256, 1, per='pair')
     assert batch.loss_weights.sum() == 2 and batch.loss_weights.max() == 0.5
 
 
-def test_unpaired_rows_carry_another_answer_for_the_kl(plain):
+def test_unpaired_example_has_mismatched_answer_for_the_kl(plain):
   for label, value in ((True, 1), (False, -1)):
     row = {'prompt': [USER], 'completion': GOOD, 'label': label}
     other = {'prompt': [USER_2], 'completion': BAD, 'label': True}
@@ -206,51 +211,51 @@ def test_unpaired_rows_carry_another_answer_for_the_kl(plain):
     same = preferences.make_unpaired_example(plain, whole, other, 'x')
     assert same.tokens.tolist() == shared.tokens.tolist()
     batch = packing.to_batch([[shared, shared]], 128, 1, per='sequence')
-    assert batch.loss_weights.max() == 0.5  # of two that are trained
+    assert batch.loss_weights.max() == 0.5  # a mean over the two sequences that are trained
 
 
-def test_mismatched_rows_ask_something_else():
+def test_mismatched_row_has_another_prompt():
   rows = [{'prompt': f'q{n // 4}', 'completion': str(n)} for n in range(16)]
   rows = sources.read('x', fake_rows=rows)
-  found = [preferences.mismatched(rows, i) for i in range(16)]
-  assert found == [preferences.mismatched(rows, i) for i in range(16)]
-  assert all(rows[i]['prompt'] != rows[j]['prompt'] for i, j in enumerate(found))
-  assert len(set(found)) > 6
-  alike = sources.read('x', fake_rows=[rows[0], rows[1]])
-  assert [preferences.mismatched(alike, i) for i in (0, 1)] == [1, 0]
+  partners = [preferences.mismatched(rows, i) for i in range(16)]
+  assert partners == [preferences.mismatched(rows, i) for i in range(16)]
+  assert all(rows[i]['prompt'] != rows[j]['prompt'] for i, j in enumerate(partners))
+  assert len(set(partners)) > 6
+  same_prompt = sources.read('x', fake_rows=[rows[0], rows[1]])
+  assert [preferences.mismatched(same_prompt, i) for i in (0, 1)] == [1, 0]
   with pytest.raises(InputError, match='x: KTO.*only one row'):
     preferences.mismatched(sources.read('x', fake_rows=[rows[0]]), 0)
 
 
-def test_steps_are_judged_at_their_separators(plain):
+def test_step_labels_are_at_the_separators(plain):
   row = {'prompt': 'Q: ', 'completions': ['one', 'two', 'three'], 'labels': [True, False, 0.25]}
-  made = preferences.make_steps_example(plain, row, 'x')
-  assert plain.decode(made.tokens) == 'Q: one\ntwo\nthree\n'
-  at = np.flatnonzero(made.loss_mask)
-  assert plain.decode(made.tokens[at]) == '\n\n\n'
-  assert made.arrays['label'][at].tolist() == [1, 0, 0.25]
-  assert made.arrays['label'].sum() == 1.25
-  assert made.sequence_ids.tolist() == [0] * 3 + [1] * 14
-  asked = preferences.make_steps_example(plain, {**row, 'prompt': [USER]}, 'x')
+  example = preferences.make_steps_example(plain, row, 'x')
+  assert plain.decode(example.tokens) == 'Q: one\ntwo\nthree\n'
+  at = np.flatnonzero(example.loss_mask)
+  assert plain.decode(example.tokens[at]) == '\n\n\n'
+  assert example.arrays['label'][at].tolist() == [1, 0, 0.25]
+  assert example.arrays['label'].sum() == 1.25
+  assert example.sequence_ids.tolist() == [0] * 3 + [1] * 14
+  chat_example = preferences.make_steps_example(plain, {**row, 'prompt': [USER]}, 'x')
   head = prompts_lib.prompt_tokens(plain, {'prompt': [USER]}, 'x')
-  assert asked.tokens[: len(head)].tolist() == head.tolist()
+  assert chat_example.tokens[: len(head)].tolist() == head.tolist()
 
 
-def test_scores_are_read_at_the_last_token(plain):
+def test_score_is_the_label_of_the_last_token(plain):
   for row in ({'prompt': [USER], 'completion': GOOD, 'score': 2.5}, {'messages': [USER, *GOOD], 'score': 2.5}):
-    made = preferences.make_scored_example(plain, row, 'x')
-    assert np.flatnonzero(made.loss_mask).tolist() == [len(made.tokens) - 1]
-    assert made.tokens[-1] == 258
-    assert made.arrays['label'][-1] == made.arrays['label'].sum() == 2.5
-    assert made.sequence_ids.sum() == len('yes, this') + 1
+    example = preferences.make_scored_example(plain, row, 'x')
+    assert np.flatnonzero(example.loss_mask).tolist() == [len(example.tokens) - 1]
+    assert example.tokens[-1] == 258
+    assert example.arrays['label'][-1] == example.arrays['label'].sum() == 2.5
+    assert example.sequence_ids.sum() == len('yes, this') + 1
 
 
 def test_weights_of_messages_scale_a_pair(plain):
   half = [{**GOOD[0], 'weight': 0.5}]
-  made = preferences.make_pair_example(plain, {**PAIRS[0], 'chosen': half}, 'x')
-  ids = made.sequence_ids
-  assert set(made.loss_mask[ids == 1]) == {0.5}
-  assert set(made.loss_mask[ids == 2]) == {1}
+  example = preferences.make_pair_example(plain, {**PAIRS[0], 'chosen': half}, 'x')
+  ids = example.sequence_ids
+  assert set(example.loss_mask[ids == 1]) == {0.5}
+  assert set(example.loss_mask[ids == 2]) == {1}
 
 
 MESSAGES = {'prompt': [USER], 'chosen': GOOD, 'rejected': BAD}
@@ -264,7 +269,7 @@ BAD_PAIRS = [
   ({**TEXT, 'rejected': BAD}, 'one is text and one is a list'),
   ({**TEXT, 'prompt': [USER]}, 'prompt is a list and chosen a str'),
   ({**MESSAGES, 'prompt': 'Q1'}, 'both text or both lists of messages$'),
-  # UltraFeedback as it is on the hub; and with the prompt as messages, too.
+  # UltraFeedback as it is on the hub, and with the prompt as messages.
   ({'prompt': 'Q1', 'chosen': [USER, *GOOD], 'rejected': [USER, *BAD]}, 'chosen has the prompt, so rename it: '),
   ({'prompt': [USER], 'chosen': [USER, *GOOD], 'rejected': [USER, *BAD]}, 'chosen: the answer begins with its prompt'),
   ({**TEXT, 'prompt': None}, 'prompt: is null'),
@@ -291,7 +296,7 @@ def test_bad_pairs_are_named(plain, row, message):
   assert '\n' not in str(caught.value)
 
 
-def test_other_bad_rows_are_named(plain):
+def test_bad_unpaired_step_and_score_rows_are_named(plain):
   kto = {'prompt': [USER], 'completion': GOOD, 'label': True}
   steps = {'prompt': 'q', 'completions': ['a'], 'labels': [True]}
   score = {'prompt': 'q', 'completion': 'a', 'score': 1}
@@ -345,7 +350,7 @@ def pair_stream(length, overlong, rows=40, **options):
   )
 
 
-def test_a_stream_of_pairs():
+def test_pair_stream_normalizes_weights_and_resumes():
   stream = pair_stream(128, 'error')
   start = stream.state()
   seen = []
@@ -360,17 +365,17 @@ def test_a_stream_of_pairs():
   stream.restore(start)
   again = [next(stream)[0] for _ in range(20)]
   stream.close()
-  for a, b in zip(seen, again):
-    np.testing.assert_array_equal(a.sequence_ids, b.sequence_ids)
-    np.testing.assert_array_equal(a.arrays['nll_weights'], b.arrays['nll_weights'])
+  for batch, restored in zip(seen, again):
+    np.testing.assert_array_equal(batch.sequence_ids, restored.sequence_ids)
+    np.testing.assert_array_equal(batch.arrays['nll_weights'], restored.arrays['nll_weights'])
 
 
-def test_pairs_too_long_for_a_row():
+def test_pairs_too_long_for_a_row_are_truncated_dropped_or_refused():
   stream = pair_stream(35, 'truncate', packing=False)
-  infos = [next(stream) for _ in range(20)]
+  steps = [next(stream) for _ in range(20)]
   stream.close()
-  assert sum(info['truncated'] for _, info in infos) > 0
-  for batch, _ in infos:
+  assert sum(info['truncated'] for _, info in steps) > 0
+  for batch, _ in steps:
     assert (batch.sequence_ids.max(axis=1) == 2).all()
   stream = pair_stream(35, 'drop')
   counts = [next(stream)[1]['dropped'] for _ in range(20)]
@@ -380,36 +385,26 @@ def test_pairs_too_long_for_a_row():
     next(pair_stream(30, 'error'))
 
 
-def test_evaluation_divides_by_all_its_pairs():
+def test_eval_batches_weight_all_pairs_equally():
   tokenizer = load('bytes')
   rows = generated.rows('arithmetic_pairs', 'size=11')
-  made = [preferences.make_pair_example(tokenizer, r, 'x') for r in rows]
-  batches = held_out_loss.eval_batches(made, 2, 80, per='pair')
+  pairs = [preferences.make_pair_example(tokenizer, r, 'x') for r in rows]
+  batches = held_out_loss.eval_batches(pairs, 2, 80, per='pair')
   assert len(batches) > 1
-  weights, nll, ids = (
-    np.concatenate(arrays)
-    for arrays in (
-      [b.loss_weights for b in batches],
-      [b.arrays['nll_weights'] for b in batches],
-      [b.sequence_ids for b in batches],
-    )
-  )
+  weights = np.concatenate([b.loss_weights for b in batches])
+  nll = np.concatenate([b.arrays['nll_weights'] for b in batches])
+  ids = np.concatenate([b.sequence_ids for b in batches])
   np.testing.assert_allclose(weights, (ids > 0) / 11, rtol=1e-6)
   chosen = ids % 2 == 1
   np.testing.assert_allclose(nll, chosen / chosen.sum(), rtol=1e-6)
 
 
-def test_preview_tells_the_answers_apart(plain):
+def test_preview_colors_the_answers(plain):
   row = {'prompt': 'Q:', 'chosen': 'good', 'rejected': 'bad', 'margin': 2}
   other = {'prompt': 'R:', 'completion': 'else'}
   own = {'prompt': 'Q:', 'completion': 'good', 'label': False}
-  pair, unpaired = (
-    preview.preview([made], plain)[0]
-    for made in (
-      preferences.make_pair_example(plain, row, 'x'),
-      preferences.make_unpaired_example(plain, own, other, 'x'),
-    )
-  )
+  pair = preview.preview([preferences.make_pair_example(plain, row, 'x')], plain)[0]
+  unpaired = preview.preview([preferences.make_unpaired_example(plain, own, other, 'x')], plain)[0]
 
   def styles(text):
     return {text.plain[s.start : s.end]: str(s.style) for s in text.spans}

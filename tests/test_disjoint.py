@@ -1,7 +1,7 @@
-"""One of two processes trains, the other samples: a run is what one makes.
+"""A run in which one process trains and another samples or scores has the metrics of a run in one process.
 
-The driver (`main` below) makes GRPO runs on four devices: of one process, and
-two each of two, where the weights cross from host to host.
+The driver (`main` below) makes GRPO runs on four devices, once all of one process ('one') and once two each of two
+processes ('two'), where the weights go from host to host.
 """
 
 import json
@@ -20,9 +20,9 @@ REWARD = """
 def low(completion_ids, **columns):
   return [sum(t < 64 for t in ids) / len(ids) for ids in completion_ids]
 """
-LAGS = {'sync': 0, 'ahead': 2}
+LAGS = {'sync': 0, 'ahead': 2}  # run -> rollout.staleness
 LABELS = dict(path='generated:arithmetic_labels:max=9,size=40,split=train')
-# References on devices of the second process: on as many as training has, and on fewer.
+# Runs whose reference is on devices of the second process: on as many as training has, and on fewer.
 SCORED = {
   'same': dict(algorithm='kto', data=LABELS, mesh=dict(score_devices=2)),
   'fewer': dict(
@@ -62,8 +62,10 @@ def main(folder, tag, names, rank, count, address):
   folder = pathlib.Path(folder)
   if int(count) > 1:
     cluster.connect(address, int(count), int(rank))
-  said = {name: stages.run(config(folder, name.rpartition('_')[2]), folder / tag / name) for name in names.split(',')}
-  print(json.dumps(said))
+  summaries = {}
+  for name in names.split(','):
+    summaries[name] = stages.run(config(folder, name.rpartition('_')[2]), folder / tag / name)
+  print(json.dumps(summaries))
 
 
 def start(folder, tag, names, count, devices):
@@ -79,7 +81,7 @@ def folder(tmp_path_factory):
   (root / 'rewards.py').write_text(REWARD)
   finish(start(root, 'one', [*LAGS, *SCORED], 1, 4))
   finish(start(root, 'two', [*LAGS, *SCORED], 2, 2))
-  for name in LAGS:  # killed after the middle
+  for name in LAGS:  # copies that look as if killed after the checkpoint of step MIDDLE, which then resume
     again = root / 'two' / f'again_{name}'
     shutil.copytree(root / 'two' / name, again)
     shutil.rmtree(again / 'checkpoints' / 'grpo' / str(STEPS))
@@ -89,6 +91,7 @@ def folder(tmp_path_factory):
 
 
 def rows(folder, tag, name):
+  """The metrics of a run without the hashes of parameters, which depend on the mesh."""
   return [
     {k: v for k, v in row.items() if not k.startswith('param_hash/')}
     for row in metrics.comparable_rows(folder / tag / name / 'metrics.jsonl')
@@ -96,7 +99,7 @@ def rows(folder, tag, name):
 
 
 @pytest.mark.parametrize('name', LAGS)
-def test_two_processes_are_one(folder, name):
+def test_run_of_two_processes_equals_run_of_one(folder, name):
   assert rows(folder, 'two', name) == rows(folder, 'one', name)
   assert rows(folder, 'two', name)[-1]['step'] == STEPS
 
@@ -108,11 +111,11 @@ def test_a_reference_on_another_process_scores_the_same(folder, name):
 
 
 @pytest.mark.parametrize('name', LAGS)
-def test_resumes_to_the_bit(folder, name):
+def test_run_of_two_processes_resumes_bit_for_bit(folder, name):
   assert rows(folder, 'two', f'again_{name}') == rows(folder, 'two', name)
 
 
-def test_both_are_in_the_timeline(folder):
+def test_timeline_has_lanes_of_both_processes(folder):
   events = json.loads((folder / 'two' / 'ahead' / 'timeline' / 'grpo.json').read_text().rstrip(',\n') + ']')
   lanes = {(e['pid'], e['tid']): e['args']['name'] for e in events if e['name'] == 'thread_name'}
   busy = {(e['pid'], lanes[e['pid'], e['tid']]) for e in events if e['ph'] == 'X'}

@@ -1,8 +1,8 @@
-"""A run folder that cannot be written any more, or only slowly: one line, an exit code, and a resume that is equal.
+"""A run folder that becomes read-only, exceeds its quota or is slow: one line, an exit code, and an equal resume.
 
-The fault is raised where Python opens a file for writing, makes, renames or removes one below the folder (audit
-events), and where the library waits for the disk (`object_store.sync`, where NFS reports a quota). Files that Orbax
-writes in C++ are in folders that it makes in Python. A disk that is full is a real one: test_bad_input.py.
+The fault is raised by an audit hook where Python opens a file below the folder for writing, or makes, renames or
+removes one, and where the library waits for the disk (`object_store.sync`, where NFS reports an exceeded quota). Files
+that Orbax writes in C++ are in folders that it makes in Python. test_bad_input.py has a disk that is really full.
 """
 
 import re
@@ -20,7 +20,7 @@ from jaxpost.monitor import metrics
 from jaxpost.storage.manifest import finished_steps
 
 BEGUN, STEPS = 3, 8
-# The launcher; after the row of step BEGUN the fault of sys.argv[1] is there, below the folder sys.argv[2].
+# The launcher with the fault sys.argv[1] below the folder sys.argv[2] from the metrics row of step BEGUN on.
 FAULTY = f"""
 import errno, os, sys, time
 from absl import flags
@@ -63,7 +63,7 @@ exits.run(train.main)
 
 @pytest.fixture(scope='module')
 def undisturbed(tmp_path_factory):
-  """(config, the folder of its run)."""
+  """(config, folder) of a run without a fault."""
   folder = tmp_path_factory.mktemp('disks')
   config = tiny.run_config(tiny.folder(folder / 'nano'), train=dict(steps=STEPS), save=dict(every=1), log=dict(every=1))
   stages.run(config, folder / 'run')
@@ -71,7 +71,7 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-  'fault, code, said',
+  'fault, code, message',
   [
     ('EROFS', 2, 'Read-only file system; name another path, or change its permissions'),
     ('EDQUOT', 5, 'no room on the disk, or in the quota; what was saved before is good: make room and run the same'),
@@ -79,22 +79,22 @@ def undisturbed(tmp_path_factory):
   ],
   ids=['read-only', 'quota', 'slow'],
 )
-def test_a_folder_that_fails(fault, code, said, undisturbed, tmp_path):
+def test_fault_of_run_folder_is_one_line_and_resume_is_equal(fault, code, message, undisturbed, tmp_path):
   config, expected = undisturbed
   file, workdir = tiny.config_file(tmp_path / 'config.py', config), tmp_path / 'run'
   command = [sys.executable, '-c', FAULTY, fault, str(workdir), f'--config={file}', f'--workdir={workdir}']
-  given = dict(cwd=test_resume.ROOT, env=children.environment(), capture_output=True, text=True)
-  done = subprocess.run(command, timeout=test_resume.LIMIT, **given)
+  options = dict(cwd=test_resume.ROOT, env=children.environment(), capture_output=True, text=True)
+  done = subprocess.run(command, timeout=test_resume.LIMIT, **options)
   assert done.returncode == code != -signal.SIGKILL, done.stderr
-  # Threads of Orbax may write more, about loops that they find closed.
+  # Threads of Orbax may also write lines about event loops that are already closed.
   lines = [line for line in done.stderr.splitlines() if line.startswith('jaxpost: ')]
   assert len(lines) == bool(code), done.stderr
-  assert all(re.search(f'jaxpost: {workdir}/.*: {said}', line) for line in lines), lines
+  assert all(re.search(f'jaxpost: {workdir}/.*: {message}', line) for line in lines), lines
   if code:
     rows = metrics.read_rows(workdir / 'metrics.jsonl')
-    assert BEGUN <= rows[-1]['step'] <= BEGUN + 2  # the save of the next step fails, and the one after it tells
+    # The background save of the next step fails, and the save after it reports that.
+    assert BEGUN <= rows[-1]['step'] <= BEGUN + 2
     assert 1 <= finished_steps(workdir / 'checkpoints' / 'sft')[0] <= BEGUN
     stages.run(config, workdir)
-  mine, theirs = (metrics.comparable_rows(path / 'metrics.jsonl') for path in (workdir, expected))
-  assert mine == theirs
+  assert metrics.comparable_rows(workdir / 'metrics.jsonl') == metrics.comparable_rows(expected / 'metrics.jsonl')
   assert test_resume.state(workdir, 'sft') == test_resume.state(expected, 'sft')

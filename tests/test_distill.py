@@ -122,7 +122,7 @@ def dense(case, config, hidden, head):
 
 @pytest.mark.parametrize('elements', [2**20, B * V * 3, 1])
 @pytest.mark.parametrize('beta', [0.0, 0.3, 1.0])
-def test_gradients_equal_those_of_all_logits(case, beta, elements):
+def test_gradients_are_those_of_all_logits(case, beta, elements):
   config = config_of(teachers=('a', 'b'), weights=(1.0, 3.0), beta=beta, temperature=1.7, nll_coef=0.4)
   args = case['hidden'], case['head']
   actual = jax.jit(
@@ -312,7 +312,7 @@ ARRANGEMENTS = {  # rows of documents, row length, rows at a time, head elements
 
 
 @pytest.mark.parametrize('topk', [0, 7])
-def test_loss_does_not_depend_on_packing_or_chunks(models, topk):
+def test_loss_does_not_depend_on_the_arrangement(models, topk):
   (student, params), (teacher, teacher_params) = models
   layout, config = tiny.one_device(), config_of(top_k=topk, beta=0.3, nll_coef=0.1)
 

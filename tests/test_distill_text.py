@@ -1,4 +1,4 @@
-"""Distillation from teachers with tokenizers of their own (`distill.align=text`)."""
+"""Tests of distillation from teachers with other tokenizers (`distill.align=text`): spans, loss, runs, refusals."""
 
 import json
 import types
@@ -28,7 +28,7 @@ MERGES = [('1', '2'), ('3', '+'), ('+', '4'), ('=', '1'), ('Ġ', '=')]
 
 
 def save_tokenizer(folder, merges=MERGES, end='</s>', shift=3):
-  """A byte-level tokenizer with other ids, some merges and another end of a turn than 'bytes'."""
+  """Saves a byte-level tokenizer with other ids than 'bytes', merges, and another end of a turn. Returns its size."""
   words = [f'<unused{n}>' for n in range(shift)] + [LETTERS[b] for b in range(256)] + [a + b for a, b in merges]
   model = models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=merges)
   backend = tokenizers.Tokenizer(model)
@@ -45,9 +45,9 @@ def save_tokenizer(folder, merges=MERGES, end='</s>', shift=3):
 
 
 def example(tok, text, end=True, prompt='ab'):
-  head, rest = tok.encode(prompt), tok.encode(text)
-  ids = np.array([*head, *rest, *([tok.stop_ids[0]] if end else [])], np.int32)
-  return Example(ids, np.arange(len(ids)) >= len(head))
+  prompt_ids, completion = tok.encode(prompt), tok.encode(text)
+  ids = np.array([*prompt_ids, *completion, *([tok.stop_ids[0]] if end else [])], np.int32)
+  return Example(ids, np.arange(len(ids)) >= len(prompt_ids))
 
 
 @pytest.fixture(scope='module')
@@ -60,61 +60,60 @@ def other(tmp_path_factory):
 # ------------------------------------------------------------------ alignment
 
 
-def test_spans_are_cut_where_both_cut(other):
-  mine = tokenizer.load('bytes')
-  texts = text_alignment.Bytes.of(mine), text_alignment.Bytes.of(other)
-  a, b = example(mine, '12+4=5é'), example(other, '12+4=5é')
-  pieces = [(texts[0].texts[i], texts[1].texts[j]) for i, j in [(a.tokens[2], b.tokens[2])]]
-  assert pieces == [(b'1', b'12')]
-  found = list(text_alignment.spans(a, b, texts))
-  assert [span.mine for span in found] == [(2, 4), (4, 6), (6, 7), (7, 8), (8, 9), (9, 10), (10, 11)]
-  assert [span.is_pair for span in found] == [False, False, True, True, True, True, True]
-  for span in found[:-1]:
-    left, right = (
-      b''.join(known.texts[i] for i in e.tokens[slice(*part)])
-      for known, e, part in zip(texts, (a, b), (span.mine, span.theirs))
-    )
-    assert left == right
+def test_spans_end_where_tokens_of_both_end(other):
+  own = tokenizer.load('bytes')
+  texts = text_alignment.Bytes.of(own), text_alignment.Bytes.of(other)
+  a, b = example(own, '12+4=5é'), example(other, '12+4=5é')
+  assert (texts[0].texts[a.tokens[2]], texts[1].texts[b.tokens[2]]) == (b'1', b'12')
+  spans = list(text_alignment.spans(a, b, texts))
+  assert [span.mine for span in spans] == [(2, 4), (4, 6), (6, 7), (7, 8), (8, 9), (9, 10), (10, 11)]
+  assert [span.is_pair for span in spans] == [False, False, True, True, True, True, True]
+  for span in spans[:-1]:
+    own_text = b''.join(texts[0].texts[i] for i in a.tokens[slice(*span.mine)])
+    other_text = b''.join(texts[1].texts[i] for i in b.tokens[slice(*span.theirs)])
+    assert own_text == other_text
 
 
-def test_a_text_that_differs_ends_its_spans(other):
-  mine = tokenizer.load('bytes')
-  texts = text_alignment.Bytes.of(mine), text_alignment.Bytes.of(other)
-  found = list(text_alignment.spans(example(mine, '5=6'), example(other, '5=7'), texts))
-  assert [span.mine for span in found] == [(2, 3), (3, 4)]  # neither 6 nor the end
-  cut = list(text_alignment.spans(example(mine, '5=', end=False), example(other, '5='), texts))
+def test_spans_stop_where_the_texts_differ(other):
+  own = tokenizer.load('bytes')
+  texts = text_alignment.Bytes.of(own), text_alignment.Bytes.of(other)
+  differing = list(text_alignment.spans(example(own, '5=6'), example(other, '5=7'), texts))
+  assert [span.mine for span in differing] == [(2, 3), (3, 4)]  # the span of 6 and that of the end are left out
+  cut = list(text_alignment.spans(example(own, '5=', end=False), example(other, '5='), texts))
   assert [span.mine for span in cut] == [(2, 3), (3, 4)]
 
 
-def test_letters_of_sentencepiece_are_no_stand_ins():
+def test_sentencepiece_letters_are_not_byte_stand_ins():
   vocabulary = {token: i for i, token in enumerate(['▁', '▁the', 'Ġ', 'Ċ', 'é', '<0x0A>'])}
   hf = types.SimpleNamespace(added_tokens_decoder={}, get_vocab=lambda: vocabulary)
-  found = text_alignment.Bytes.of(types.SimpleNamespace(hf=hf, stop_ids=()))
-  assert found.texts == [text.encode() for text in (' ', ' the', 'Ġ', 'Ċ', 'é', '\n')]
+  vocabulary_bytes = text_alignment.Bytes.of(types.SimpleNamespace(hf=hf, stop_ids=()))
+  assert vocabulary_bytes.texts == [text.encode() for text in (' ', ' the', 'Ġ', 'Ċ', 'é', '\n')]
 
 
-def test_a_space_before_a_text_does_not_count():
-  mine = types.SimpleNamespace(hf=None)
-  del mine
+def test_leading_space_does_not_shift_spans():
   plain = text_alignment.Bytes([b'a', b'b', b'ab'], {}, frozenset())
   pieces = text_alignment.Bytes([b' a', b'b', b' '], {}, frozenset())
-  left = Example(np.array([0, 1], np.int32), np.ones(2, bool))
-  found = list(text_alignment.spans(left, Example(np.array([0, 1], np.int32), np.ones(2, bool)), (plain, pieces)))
-  assert [span.mine for span in found] == [(0, 1), (1, 2)]
+  tokens = Example(np.array([0, 1], np.int32), np.ones(2, bool))
+  spans = list(text_alignment.spans(tokens, Example(np.array([0, 1], np.int32), np.ones(2, bool)), (plain, pieces)))
+  assert [span.mine for span in spans] == [(0, 1), (1, 2)]
 
 
-def test_the_same_text_is_the_same_token(other):
-  mine, theirs = text_alignment.Bytes.of(tokenizer.load('bytes')), text_alignment.Bytes.of(other)
-  same = text_alignment.same_tokens(mine, theirs, {other.stop_ids[0]: 258})
-  assert same[3 : 3 + 256].tolist() == list(range(256)) and same[other.stop_ids[0]] == 258
-  assert (same[3 + 256 : 3 + 256 + len(MERGES)] == -1).all()
+def test_tokens_with_the_same_text_are_mapped(other):
+  own, theirs = text_alignment.Bytes.of(tokenizer.load('bytes')), text_alignment.Bytes.of(other)
+  mapping = text_alignment.same_tokens(own, theirs, {other.stop_ids[0]: 258})
+  assert mapping[3 : 3 + 256].tolist() == list(range(256)) and mapping[other.stop_ids[0]] == 258
+  assert (mapping[3 + 256 : 3 + 256 + len(MERGES)] == -1).all()
 
 
 # ----------------------------------------------------------------------- loss
 
 
-def by_hand(logits, teacher, labels, beta):
-  """The loss in float64, of two pairs and a span of two tokens; teacher: {token: {id: probability} or log-prob}."""
+def expected_loss(logits, teacher, labels, beta):
+  """Returns the loss in float64, of two pairs and a span of two tokens.
+
+  Args:
+    teacher: {position: {id: probability}} of pairs, {position: log-prob} of the span.
+  """
   logp = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(axis=-1, keepdims=True))
 
   def jsd(p, q):
@@ -140,17 +139,15 @@ def by_hand(logits, teacher, labels, beta):
 
 
 @pytest.mark.parametrize('beta', [0.0, 0.3, 1.0])
-def test_the_loss_is_that_of_float64_numpy(beta):
+def test_loss_and_gradient_match_float64_numpy(beta):
   random = np.random.RandomState(0)
   logits = random.standard_normal((5, 7)).astype(np.float32)
   labels = np.array([3, 2, 5, 0, 1])
   teacher = {0: {3: 0.5, 1: 0.2}, 1: {2: 0.1, 6: 0.3}, 2: -1.7}
   kind = np.array([distill_text.PAIR, distill_text.PAIR, distill_text.FIRST, distill_text.FURTHER, distill_text.NONE])
   span = np.array([0, 0, -1.7, 0, 0], np.float32)
-  ids, top = (
-    np.zeros((5, 3), np.int32),
-    np.full((5, 3), -0.5, np.float32),
-  )  # what is no token of the student is not read
+  # The log-probs of entries with id 0, which are no tokens of the student, are not read.
+  ids, top = np.zeros((5, 3), np.int32), np.full((5, 3), -0.5, np.float32)
   for t in (0, 1):
     for n, (i, p) in enumerate(teacher[t].items()):
       ids[t, n], top[t, n] = i + 1, np.log(p)
@@ -170,29 +167,31 @@ def test_the_loss_is_that_of_float64_numpy(beta):
     return objective.fn(outputs, batch)
 
   (value, metrics), grad = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(logits))
-  exact = logits.astype(np.float64)
-  logp = exact - np.log(np.exp(exact).sum(axis=-1, keepdims=True))
+  float64_logits = logits.astype(np.float64)
+  logp = float64_logits - np.log(np.exp(float64_logits).sum(axis=-1, keepdims=True))
   nll = -logp[np.arange(5), labels].sum()
-  expected = by_hand(exact, teacher, labels, beta)
+  expected = expected_loss(float64_logits, teacher, labels, beta)
   assert float(metrics['divergence']) == pytest.approx(0.1 * expected, rel=1e-5)
   assert float(value) == pytest.approx(0.1 * (expected + 0.25 * nll), rel=1e-5)
   assert float(metrics['aligned']) == pytest.approx(0.4)
-  for at in [(0, 3), (1, 4), (2, 5), (3, 1), (4, 0)]:
-    nudged = exact.copy()
-    nudged[at] += 1e-5
-    log2 = nudged - np.log(np.exp(nudged).sum(axis=-1, keepdims=True))
-    change = by_hand(nudged, teacher, labels, beta) - expected + 0.25 * (-log2[np.arange(5), labels].sum() - nll)
-    assert float(grad[at]) == pytest.approx(0.1 * change / 1e-5, abs=2e-5)
+  for position in [(0, 3), (1, 4), (2, 5), (3, 1), (4, 0)]:
+    nudged = float64_logits.copy()
+    nudged[position] += 1e-5
+    nudged_logp = nudged - np.log(np.exp(nudged).sum(axis=-1, keepdims=True))
+    change = (
+      expected_loss(nudged, teacher, labels, beta) - expected + 0.25 * (-nudged_logp[np.arange(5), labels].sum() - nll)
+    )
+    assert float(grad[position]) == pytest.approx(0.1 * change / 1e-5, abs=2e-5)
 
 
 @pytest.mark.parametrize('beta', [0.0, 0.5, 1.0])
-def test_all_tokens_of_a_pair_are_the_whole_distribution(beta):
+def test_partial_jsd_over_all_tokens_is_the_full_jsd(beta):
   random = np.random.RandomState(1)
   student, teacher = (random.standard_normal((4, 9)).astype(np.float32) for _ in range(2))
   order = np.argsort(-teacher, axis=-1)
   logp = np.take_along_axis(np.asarray(jax.nn.log_softmax(teacher)), order, axis=-1)
-  found = divergences.partial_jsd(student, order + 1, logp, beta)
-  np.testing.assert_allclose(found, divergences.generalized_jsd(student, teacher, beta), rtol=2e-5)
+  partial = divergences.partial_jsd(student, order + 1, logp, beta)
+  np.testing.assert_allclose(partial, divergences.generalized_jsd(student, teacher, beta), rtol=2e-5)
 
 
 # ----------------------------------------------------------------------- runs
@@ -209,22 +208,22 @@ def text_settings(student, teacher, **over):
 
 @pytest.fixture(scope='module')
 def teacher(tmp_path_factory):
-  """A model that has learned sums, in tokens of its own."""
-  base = tmp_path_factory.mktemp('teacher')
-  size = save_tokenizer(base / 'tokens')
-  start = tiny.folder(base / 'start', vocab_size=size, hidden_size=32, num_layers=2)
-  made = runs.settings(
+  """Returns the folder of a model that has learned sums, with another tokenizer than the student."""
+  folder = tmp_path_factory.mktemp('teacher')
+  size = save_tokenizer(folder / 'tokens')
+  start = tiny.folder(folder / 'start', vocab_size=size, hidden_size=32, num_layers=2)
+  config = runs.settings(
     start, '', algorithm='sft', distill=dict(teachers=()), optim=dict(lr=1e-2), eval=dict(data=dict(path=''))
   )
-  made['model']['tokenizer'] = str(base / 'tokens')
-  made['train']['steps'] = 60
-  made['save']['export'] = True
-  stages.run(made, base / 'run', runs.QUIET)
-  return str(base / 'run' / 'export')
+  config['model']['tokenizer'] = str(folder / 'tokens')
+  config['train']['steps'] = 60
+  config['save']['export'] = True
+  stages.run(config, folder / 'run', runs.QUIET)
+  return str(folder / 'run' / 'export')
 
 
 @pytest.mark.long
-def test_with_one_tokenizer_it_is_the_plain_divergence(student, tmp_path):
+def test_text_alignment_with_one_tokenizer_equals_token_alignment(student, tmp_path):
   big = tiny.folder(tmp_path / 'big', hidden_size=32, num_layers=2)
   tokenizer.load('bytes').save(big)
   over = dict(distill=dict(beta=0.3, nll_coef=0.1))
@@ -239,13 +238,13 @@ def test_with_one_tokenizer_it_is_the_plain_divergence(student, tmp_path):
 
 
 @pytest.mark.long
-def test_a_student_comes_nearer_to_a_teacher_with_other_tokens(student, teacher, tmp_path):
-  made = text_settings(student, teacher, distill=dict(top_k=16), train=dict(steps=40), optim=dict(lr=1e-2))
-  found = runs.run(made, tmp_path / 'run')
-  assert found[0]['aligned'] == 1
-  assert np.mean([r['divergence'] for r in found[-5:]]) < 0.6 * found[0]['divergence']
+def test_student_learns_from_a_teacher_with_another_tokenizer(student, teacher, tmp_path):
+  config = text_settings(student, teacher, distill=dict(top_k=16), train=dict(steps=40), optim=dict(lr=1e-2))
+  rows = runs.run(config, tmp_path / 'run')
+  assert rows[0]['aligned'] == 1
+  assert np.mean([r['divergence'] for r in rows[-5:]]) < 0.6 * rows[0]['divergence']
   held_out = runs.rows_of(tmp_path / 'run', 'eval')
-  assert held_out[-1]['nll'] < found[0]['nll'] - 1
+  assert held_out[-1]['nll'] < rows[0]['nll'] - 1
   cache = tmp_path / 'run' / 'cache'
   assert {p.stem for p in cache.glob('*/*.npy')} == set(distill_text.names(0))
   kinds = np.concatenate([np.load(p) for p in sorted(cache.glob('*/teacher_0_kind.npy'))])
@@ -262,12 +261,12 @@ def test_a_student_comes_nearer_to_a_teacher_with_other_tokens(student, teacher,
     (dict(algorithm='gkd', distill=dict(top_k=0), train=dict(row_length=0)), 'config.distill.align: text needs data'),
   ],
 )
-def test_what_cannot_be_aligned_is_refused(student, over, message):
+def test_incompatible_alignment_options_are_refused(student, over, message):
   with pytest.raises(InputError, match=message):
     runs.prepare.prepare_all(text_settings(student, student, **over))
 
 
-def test_the_arrays_of_a_plan_have_the_shapes_of_a_run():
+def test_precomputed_arrays_have_the_shapes_of_top_k():
   options = types.SimpleNamespace(distill=types.SimpleNamespace(align='text', teachers=('a', 'b'), top_k=5))
   spec = distill.precompute(options)
   assert list(spec) == ['teacher_0', 'teacher_1']
@@ -276,8 +275,8 @@ def test_the_arrays_of_a_plan_have_the_shapes_of_a_run():
   )
 
 
-def test_a_tokenizer_of_other_weights_is_not_replaced_by_bytes(tmp_path):
-  """`init_from` without `model.path`: the tokens that its weights know have to be named."""
+def test_tokenizer_of_initial_weights_is_not_replaced_by_bytes(tmp_path):
+  """With `init_from` and without `model.path`, the config must name the tokenizer of the initial weights."""
   path = tiny.folder(tmp_path / 'model', vocab_size=300)
   config = tiny.merged(tiny.run_config(''), dict(model=dict(path='', preset='tiny', tokenizer=''), init_from=path))
   prepare.prepare_all(config)[0].close()
@@ -287,19 +286,19 @@ def test_a_tokenizer_of_other_weights_is_not_replaced_by_bytes(tmp_path):
   prepare.prepare_all(tiny.merged(config, dict(model=dict(tokenizer=path))))[0].close()
 
 
-def test_a_teacher_reads_the_template_with_the_variables_of_the_run(tmp_path):
-  """Not only the student: the texts of both would differ, and the spans that are compared with them."""
+def test_teacher_template_gets_the_variables_of_the_run(tmp_path):
+  """If only the student got the variables, the teacher's text would differ, and so would the spans."""
   (tmp_path / 'thinks.jinja').write_text('{{ messages[0].content }}{% if enable_thinking %}<think>{% endif %}')
-  mine = tokenizer.load('bytes', str(tmp_path / 'thinks.jinja'), dict(enable_thinking=True))
+  tokenizer_of_run = tokenizer.load('bytes', str(tmp_path / 'thinks.jinja'), dict(enable_thinking=True))
   tokenizer.load('bytes', str(tmp_path / 'thinks.jinja')).save(tmp_path / 'teacher')
-  seen = []
+  rendered_with = []
   inputs = types.SimpleNamespace(
     sources=dict(teacher_0=types.SimpleNamespace(stage='', checkpoints=None, folder=tmp_path / 'teacher')),
-    tokenizer=mine,
-    algorithm=types.SimpleNamespace(render=lambda rows, own, config: seen.append(own)),
-    config=types.SimpleNamespace(data=types.SimpleNamespace(template_kwargs=mine.template_kwargs)),
+    tokenizer=tokenizer_of_run,
+    algorithm=types.SimpleNamespace(render=lambda rows, own, config: rendered_with.append(own)),
+    config=types.SimpleNamespace(data=types.SimpleNamespace(template_kwargs=tokenizer_of_run.template_kwargs)),
   )
   stored = weight_sources.tokenizer_of(inputs.sources['teacher_0'], {})
   teacher_text.TextsOfTeacher(types.SimpleNamespace(inputs=inputs), 'teacher_0', [], None, stored).theirs  # noqa: B018
   message = [dict(role='user', content='a')]
-  assert seen[0].render_chat(message) == mine.render_chat(message) == ('a<think>', None)
+  assert rendered_with[0].render_chat(message) == tokenizer_of_run.render_chat(message) == ('a<think>', None)

@@ -1,8 +1,8 @@
-"""Each Python block of the documentation runs.
+"""Tests that each Python block of the documentation runs.
 
-A block is executed as it is printed, with what a reader has there: the files, the folder, a finished run. What takes
-minutes or another machine is a stand-in that checks what it is called with. A block that is only a part of a file has a
-comment before it, `<!-- a part: ... -->`, which the site does not show and which says what it is a part of.
+A block is executed as it is printed, with the files, the folder or the finished run that a reader has there. Whatever
+takes minutes or another machine is replaced by a stand-in that checks the arguments of its call. A block that is only a
+part of a file has a comment before it, `<!-- a part: ... -->`, which the site does not show and which names the file.
 """
 
 import ast
@@ -38,7 +38,7 @@ PAGES = {
 
 
 class Block(NamedTuple):
-  """A Python block: the code, and what it is a part of ('' if it runs as it is)."""
+  """A Python block: its code, and what it is a part of ('' for a block that runs as it is)."""
 
   code: str
   part: str
@@ -46,8 +46,10 @@ class Block(NamedTuple):
 
 def blocks(page: str) -> list[Block]:
   """Returns the Python blocks of docs/PAGE.md."""
-  found = re.findall(r'(?:^<!-- a part: ([^\n]*) -->\n)?^```python\n(.*?)^```$', PAGES[f'docs/{page}.md'], re.M | re.S)
-  return [Block(code, part) for part, code in found]
+  matches = re.findall(
+    r'(?:^<!-- a part: ([^\n]*) -->\n)?^```python\n(.*?)^```$', PAGES[f'docs/{page}.md'], re.M | re.S
+  )
+  return [Block(code, part) for part, code in matches]
 
 
 BLOCKS = {
@@ -59,7 +61,7 @@ BLOCKS = {
 
 
 def executed(code: str, **names: Any) -> dict[str, Any]:
-  """Executes a block with these names defined, and returns all that are then."""
+  """Executes a block with these names defined, and returns all names that are defined afterwards."""
   exec(compile(code, 'block', 'exec'), names)
   return names
 
@@ -68,7 +70,7 @@ def executed(code: str, **names: Any) -> dict[str, Any]:
 
 
 def check_stages(config: dict):
-  """Makes the checks of a launch that need no data and no model."""
+  """Makes those checks of a launch that need neither data nor a model."""
   for stage in config_lib.parse(config).values():
     algorithm = algorithms.load_algorithm(stage.algorithm)
     algorithm.check(config_lib.resolve(stage, algorithm.defaults))
@@ -86,7 +88,7 @@ def run_of_a_config(code: str, monkeypatch) -> dict:
 
 
 def own_reward(code, monkeypatch, tmp_path):
-  """Each answer of the rows on this page has its reward, and both of its configs are accepted."""
+  """Checks that the answers on this page get their rewards, and that both of its configs are accepted."""
   files = dict(re.findall(r'`(\w+\.\w+)`[^`]*\n\n```\w+\n(.*?)^```$', PAGES['docs/getting_started.md'], re.M | re.S))
   assert set(files) == {'colors.jsonl', 'colors.yaml', 'warm.py', 'warm.yaml'} and files['warm.py'] == code
   for name, text in files.items():
@@ -109,16 +111,16 @@ def notebook(code, monkeypatch):
 
 
 def sampling(code, monkeypatch, capsys):
-  """There are no weights, and tokens are given; prompts are read as those of the quickstart."""
+  """Runs the block without weights. The tokens are given, and prompts are read like those of the quickstart."""
   config = config_lib.parse(quickstart.get_config('short').to_dict())['grpo']
   policy = types.SimpleNamespace(checkpoints=['1'])
   inputs = types.SimpleNamespace(tokenizer=tokenizer_lib.load('bytes'), config=config, sources=dict(policy=policy))
   weights = inference.Weights(inputs, {}, None, 0)
   monkeypatch.setattr(inference, 'load', mock.create_autospec(inference.load, return_value=weights))
-  asked = []
+  calls = []
 
   def complete(weights, prompts, draws):
-    asked.append((prompts, draws))
+    calls.append((prompts, draws))
     n = len(prompts) * draws.n
     drawn = np.full((n, draws.max_new_tokens), ord('4'), np.int32)
     logprobs = np.full(drawn.shape, -0.5, np.float32)
@@ -127,7 +129,7 @@ def sampling(code, monkeypatch, capsys):
   monkeypatch.setattr(completions, 'complete', complete)
   executed(code)
   inference.load.assert_called_once_with(run='runs/quickstart')
-  ((prompts, draws),) = asked
+  ((prompts, draws),) = calls
   assert len(prompts) == draws.n == 2 and all(isinstance(prompt, Prompt) for prompt in prompts)
   lines = capsys.readouterr().out.splitlines()
   chats = [f"[{{'role': 'user', 'content': '{text}'}}]" for text in ('17+25=', '3+4=')]
@@ -135,7 +137,7 @@ def sampling(code, monkeypatch, capsys):
 
 
 def watching(code, monkeypatch, tmp_path, capsys):
-  """It prints the rows of training of a run."""
+  """Checks that the block prints the training rows of a run."""
   rows = [dict(stage='sft', split='train', step=1, loss=0.5), dict(stage='sft', split='eval', step=1, accuracy=1.0)]
   folder = tmp_path / 'runs/look'
   folder.mkdir(parents=True)
@@ -146,7 +148,7 @@ def watching(code, monkeypatch, tmp_path, capsys):
 
 
 def your_loss(code):
-  """It is what `Objective` takes, and gives a loss and an entropy for each token."""
+  """Checks that the loss fits `Objective`, and returns a loss for each token and the entropy."""
   fn = Objective(executed(code)['loss'], reads=('entropy',), arrays=('advantages',)).fn
   outputs = Outputs(logprobs=np.array([[-1.0, -2.0]]), entropy=np.array([[0.1, 0.2]]))
   loss, figures = fn(outputs, {'advantages': np.array([[3.0, -1.0]])})
@@ -154,32 +156,32 @@ def your_loss(code):
 
 
 def your_reward(code):
-  """A function of messages; the reward pool calls it in tests/test_docs.py."""
-  said = [[{'role': 'assistant', 'content': text}] for text in ('4', '5', '?', '4')]
-  found = executed(code)['right_sum'](completions=said, answer=['4', '4', '4', None], prompts=[''] * 4)
-  assert found == [1.0, pytest.approx(0.1), 0.0, None]
+  """Checks the function on messages. The reward pool calls it in tests/test_docs.py."""
+  completions = [[{'role': 'assistant', 'content': text}] for text in ('4', '5', '?', '4')]
+  rewards = executed(code)['right_sum'](completions=completions, answer=['4', '4', '4', None], prompts=[''] * 4)
+  assert rewards == [1.0, pytest.approx(0.1), 0.0, None]
 
 
 def your_model(code, monkeypatch):
-  """It is the call of docs/examples/linen_decoder.py, with two of its three rules for parameters."""
+  """Checks that the call is that of docs/examples/linen_decoder.py, with two of its three rules for parameters."""
   monkeypatch.syspath_prepend(str(CLONE / 'docs/examples'))
   example = importlib.import_module('linen_decoder')
   model = executed(f'model = {code}', Decoder=example.Decoder, custom=example.custom)['model']
   axes = {path: parameter.axes for path, parameter in model.table.items()}
   assert axes['embed/embedding'] == ('vocab', 'embed')
-  outs = [spec for path, spec in axes.items() if path.endswith('/out/kernel')]
-  assert len(outs) == 2 and set(outs) == {('heads', None, 'embed')}
+  output_axes = [spec for path, spec in axes.items() if path.endswith('/out/kernel')]
+  assert len(output_axes) == 2 and set(output_axes) == {('heads', None, 'embed')}
 
 
 def entry_of_a_family(code):
-  """An entry of a table; tests/test_new_family.py adds it."""
+  """Checks that the block is an entry of the table of families. tests/test_new_family.py adds it."""
   module = importlib.import_module('jaxpost.formats.families')
   (family,) = executed(f'entry = {{{code}}}', **vars(module))['entry'].values()
   assert isinstance(family, module.Family)
 
 
 def case_of_a_family(code):
-  """Another one, of tests/test_families.py."""
+  """Checks that the block is an entry of the table of tests/test_families.py."""
   (case,) = executed(f'case = {{{code}}}', LOCAL='local', FULL='full')['case'].values()
   assert len(case) == 2
 
@@ -188,45 +190,45 @@ def case_of_a_family(code):
 
 
 def ask(environment: Any, verb: str, **request: Any) -> Any:
-  """Returns the answer of an environment process, which has not died."""
+  """Returns the answer of an environment process, which must not have died."""
   answer = environment.submit(verb=verb, **request).result()
   assert not answer.lost
   return answer
 
 
 def play(environment: Any, number: int, policy: Callable[[list[tuple[int, str]]], int | None]) -> tuple[float, list]:
-  """Plays an episode; returns the outcome, and the answers to the calls.
+  """Plays an episode, and returns the outcome and the answers to the calls.
 
   Args:
-    environment: a process that has the environment `Guess`.
-    number: to be found.
-    policy: gives the next guess after (guess, what was said to it) of those before; None ends the episode.
+    environment: a process with the environment `Guess`.
+    number: the number to guess.
+    policy: returns the next guess, given the previous pairs (guess, answer). None ends the episode.
   """
   row = dict(answer=str(number), question='Which number?', prompt=[{'role': 'user', 'content': 'Which number?'}])
   assert ask(environment, 'reset', row=row).value == ' Between 1 and 100.'
-  said, answers = [], []
-  while (guess := policy(said)) is not None:
+  history, answers = [], []
+  while (guess := policy(history)) is not None:
     answers.append(ask(environment, 'call', name='guess', arguments=dict(number=guess)))
-    said.append((guess, answers[-1].value))
+    history.append((guess, answers[-1].value))
   return ask(environment, 'reward').value, answers
 
 
-def trying(said: list[tuple[int, str]]) -> int | None:
-  """Says one number after another, whatever the answers are."""
-  return len(said) + 1 if len(said) < 10 else None
+def trying(history: list[tuple[int, str]]) -> int | None:
+  """Guesses one number after another, whatever the answers are."""
+  return len(history) + 1 if len(history) < 10 else None
 
 
-def finding(said: list[tuple[int, str]]) -> int | None:
-  """Halves what is left, and ends once it has found the number."""
-  if said and said[-1][1] == 'yes':
+def finding(history: list[tuple[int, str]]) -> int | None:
+  """Halves the remaining range, and ends once it has found the number."""
+  if history and history[-1][1] == 'yes':
     return None
-  low = max((guess + 1 for guess, answer in said if answer == 'too low'), default=1)
-  high = min((guess - 1 for guess, answer in said if answer == 'too high'), default=100)
+  low = max((guess + 1 for guess, answer in history if answer == 'too low'), default=1)
+  high = min((guess - 1 for guess, answer in history if answer == 'too high'), default=100)
   return (low + high) // 2
 
 
 def guessing(code, monkeypatch, tmp_path):
-  """The first environment pays for finding, not for trying, as a process of a run plays it."""
+  """The first environment rewards a found number but not mere attempts, when played in a process as in a run."""
   (tmp_path / 'guess.py').write_text(code)
   monkeypatch.chdir(tmp_path)
   pool = EnvironmentPool('./guess.py:Guess', workers=1)
@@ -238,13 +240,13 @@ def guessing(code, monkeypatch, tmp_path):
       assert outcome == 1 and len(answers) <= 7
       outcome, answers = play(pool.all[0], number, trying)
       assert outcome == 0 and [answer.error is not None for answer in answers] == [False] * 7 + [True] * 3
-    assert play(pool.all[0], 2, lambda said: None)[0] == 0
+    assert play(pool.all[0], 2, lambda history: None)[0] == 0
   finally:
     pool.close()
 
 
 def games(code, monkeypatch, tmp_path):
-  """The first environment plays the games to imitate, with at most two guesses; the page has their config."""
+  """The first environment generates games to imitate, with at most two guesses. The page has the config for them."""
   (tmp_path / 'guess.py').write_text(BLOCKS['environments', 0].code)
   (config,) = re.findall(r'^```yaml\n(.*?)^```$', PAGES['docs/environments.md'], re.M | re.S)
   (tmp_path / 'guess.yaml').write_text(config)
@@ -255,21 +257,21 @@ def games(code, monkeypatch, tmp_path):
   monkeypatch.delitem(sys.modules, 'guess')
   played, to_play = ([json.loads(row) for row in open(f'{name}.jsonl')] for name in ('played', 'games'))
   assert [row['answer'] for row in to_play] == [25, 50, 75]
-  found = [any(message['content'] == 'yes' for message in row['messages']) for row in played]
-  assert (sum(found), len(found)) == (15, 27)
+  won = [any(message['content'] == 'yes' for message in row['messages']) for row in played]
+  assert (sum(won), len(won)) == (15, 27)
   assert {len(row['messages']) for row in played} == {4, 6}
   check_stages(yaml_config.get_config('guess.yaml').to_dict())
 
 
 def guessing_at_a_price(code, tmp_path):
-  """The second one is the first with two lines more, by which each call has a reward of its own."""
-  whole = BLOCKS['environments', 0].code
+  """The second environment adds two lines to the first, by which each call has a reward of its own."""
+  script = BLOCKS['environments', 0].code
   (attribute,) = re.findall(r'^  turn_reward = .*\n', code, re.M)
   (price,) = re.findall(r'^    self\.turn_reward = .*\n', code, re.M)
-  for line, more in (('class Guess:\n', attribute), ('    self.tries += 1\n', price)):
-    assert whole.count(line) == 1
-    whole = whole.replace(line, line + more)
-  (tmp_path / 'guess.py').write_text(whole)
+  for line, added in (('class Guess:\n', attribute), ('    self.tries += 1\n', price)):
+    assert script.count(line) == 1
+    script = script.replace(line, line + added)
+  (tmp_path / 'guess.py').write_text(script)
   pool = EnvironmentPool(f'{tmp_path}/guess.py:Guess', workers=1)
   try:
     assert pool.gives_turn_rewards
@@ -280,25 +282,25 @@ def guessing_at_a_price(code, tmp_path):
 
 
 def agent(code, monkeypatch):
-  """It uses the address and the key that it is given, and repeats the conversation with each request."""
-  made, asked = [], []
+  """The agent uses the address and the key that it is given, and sends the whole conversation with each request."""
+  clients, requests = [], []
 
   def create(model, messages):
-    asked.append([message['role'] for message in messages])
-    message = types.SimpleNamespace(content=f'answer {len(asked)}')
+    requests.append([message['role'] for message in messages])
+    message = types.SimpleNamespace(content=f'answer {len(requests)}')
     return types.SimpleNamespace(choices=[types.SimpleNamespace(message=message)])
 
   def client(base_url, api_key):
-    made.append((base_url, api_key))
+    clients.append((base_url, api_key))
     return types.SimpleNamespace(chat=types.SimpleNamespace(completions=types.SimpleNamespace(create=create)))
 
   monkeypatch.setitem(sys.modules, 'openai', types.SimpleNamespace(OpenAI=client))
-  one = executed(code)['Agent']()
-  one.reset(question='1+1?', answer='2', prompt=[])
-  one.play(base_url='http://127.0.0.1:1/v1', api_key='key')
-  assert made == [('http://127.0.0.1:1/v1', 'key')]
-  assert asked == [['user'], ['user', 'assistant', 'user']]
-  assert one.said == 'answer 2' and one.get_reward() == 1
+  environment = executed(code)['Agent']()
+  environment.reset(question='1+1?', answer='2', prompt=[])
+  environment.play(base_url='http://127.0.0.1:1/v1', api_key='key')
+  assert clients == [('http://127.0.0.1:1/v1', 'key')]
+  assert requests == [['user'], ['user', 'assistant', 'user']]
+  assert environment.said == 'answer 2' and environment.get_reward() == 1
 
 
 EXECUTE = {
@@ -320,15 +322,15 @@ EXECUTE = {
 
 
 @pytest.mark.parametrize('page, n', BLOCKS, ids=lambda part: str(part))
-def test_a_block_of_python_runs(page, n, request):
-  """Each block of the pages has its function above."""
+def test_python_block_runs(page, n, request):
+  """Each block has its function above, which EXECUTE names."""
   function = EXECUTE[page, n]
-  wanted = function.__code__.co_varnames[1 : function.__code__.co_argcount]
-  function(BLOCKS[page, n].code, **{name: request.getfixturevalue(name) for name in wanted})
+  fixtures = function.__code__.co_varnames[1 : function.__code__.co_argcount]
+  function(BLOCKS[page, n].code, **{name: request.getfixturevalue(name) for name in fixtures})
 
 
 def is_whole(code: str) -> bool:
-  """Returns whether a block consists of statements, leaves nothing out, and uses no name from elsewhere."""
+  """Returns whether a block consists of statements, leaves nothing out, and uses no name defined elsewhere."""
   try:
     nodes = list(ast.walk(ast.parse(code)))
   except SyntaxError:
@@ -344,8 +346,8 @@ def is_whole(code: str) -> bool:
   return not left_out and {node.id for node in names} <= known
 
 
-def test_a_block_that_is_a_part_says_so():
-  """Every other one can be copied as it is; no block stands where the tests above do not look."""
+def test_incomplete_blocks_are_marked_and_all_blocks_are_tested():
+  """Every block without the mark can be copied as it is."""
   for where, block in BLOCKS.items():
     assert is_whole(block.code) == (not block.part), where
   assert BLOCKS.keys() == EXECUTE.keys()

@@ -16,30 +16,30 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope='module')
-def one_process(folder):
+def one(folder):
   """{name: (steps, digest of the state)} of the runs of one process."""
   ((out, _),) = real.finish(real.start(folder, 'one', real.RUNS))
   return json.loads(out.splitlines()[-1])
 
 
 @pytest.fixture(scope='module')
-def four_processes(folder, one_process):
-  """The same as `one_process` from each of four processes."""
+def four(folder, one):
+  """The same as `one` from each of four processes."""
   return [json.loads(out.splitlines()[-1]) for out, _ in real.finish(real.start(folder, 'quad', real.RUNS, 4))]
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize('name', real.RUNS)
-def test_four_processes_make_the_same_run_as_one(folder, one_process, four_processes, name):
-  assert [result[name][0] for result in four_processes] == [one_process[name][0]] * 4
-  assert len({result[name][1] for result in four_processes}) == 1
+def test_four_processes_make_the_same_run_as_one(folder, one, four, name):
+  assert [result[name][0] for result in four] == [one[name][0]] * 4
+  assert len({result[name][1] for result in four}) == 1
   real.check_rows(real.rows(folder, 'quad', name), real.rows(folder, 'one', name))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize('name', real.ON_POLICY)
-def test_four_processes_sample_and_grade_each_prompt_once(folder, one_process, four_processes, name):
-  real.test_the_same_is_sampled_and_graded(four_processes, folder, 'quad', name)
+def test_four_sample_and_grade_each_prompt_once(folder, one, four, name):
+  real.test_the_same_is_sampled_and_graded(four, folder, 'quad', name)
   graded = {
     tag: sorted(line.split(' ', 1)[1] for line in (folder / f'{tag}.graded').read_text().splitlines())
     for tag in ('one', 'quad')
@@ -56,7 +56,7 @@ def test_four_processes_sample_and_grade_each_prompt_once(folder, one_process, f
     pytest.param(1, 4, 'tensor=4', marks=pytest.mark.ci),
   ],
 )
-def test_every_stage_resumes_on_another_mesh_and_process_count(folder, one_process, count, devices, mesh):
+def test_every_stage_resumes_on_another_mesh_and_process_count(folder, one, count, devices, mesh):
   """The checkpoint in the middle of each run of one process is resumed on another mesh and number of processes."""
   tag = f'from_one_on_{count}x{devices}_{mesh.replace(",", "_")}'
   for name in real.RUNS:
@@ -67,9 +67,7 @@ def test_every_stage_resumes_on_another_mesh_and_process_count(folder, one_proce
   results = real.finish(real.start(folder, tag, real.RUNS, count, devices, MESH=mesh))
   for out, _ in results:
     result = json.loads(out.splitlines()[-1])
-    assert {k: v[1] for k, v in result.items()} == {
-      k: v[1] for k, v in one_process.items()
-    }  # the state that was restored
+    assert {k: v[1] for k, v in result.items()} == {k: v[1] for k, v in one.items()}  # the state that was restored
   for name in real.RUNS:
     resumed = (folder / tag / name / 'resumes.jsonl').read_text().splitlines()
     assert [json.loads(line)['step'] for line in resumed] == [real.MIDDLE]

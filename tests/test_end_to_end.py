@@ -1,6 +1,6 @@
-"""Whole runs, tiny: they learn, they hand over, they leave what they promise.
+"""Whole tiny runs of SFT and GRPO: they learn, stages hand over their weights, and the run folder is complete.
 
-Legend: M micro-batches, B rows, T tokens.
+Also, the loss and its gradients do not depend on how documents are packed. Legend: B rows, T tokens.
 """
 
 import functools
@@ -45,7 +45,7 @@ def rows(workdir, split='train', stage=None):
 
 @pytest.mark.core
 def test_overfits_one_batch(tmp_path):
-  """Nothing is left to learn: each text follows from its first letter."""
+  """The loss goes to 0, as the first letter of each of the four texts determines the others."""
   texts = ['abcabdac', 'bafgeade', 'cbafdegc', 'dcbabcef']
   (tmp_path / 'four.jsonl').write_text(''.join(json.dumps({'text': t}) + '\n' for t in texts))
   model = tiny.folder(tmp_path / 'model', hidden_size=32, num_layers=2)
@@ -61,8 +61,8 @@ def test_overfits_one_batch(tmp_path):
 
 
 @pytest.fixture(scope='module')
-def rising(model, tmp_path_factory):
-  """(folder, summary, log) of GRPO with a reward in this process."""
+def grpo_run(model, tmp_path_factory):
+  """(folder, summary, log messages) of GRPO with a reward in this process, which rewards low token ids."""
   workdir = tmp_path_factory.mktemp('grpo') / 'run'
   config = tiny.grpo_config(
     model,
@@ -83,22 +83,22 @@ def rising(model, tmp_path_factory):
   return workdir, summary, heard
 
 
-def test_reward_rises(rising):
-  workdir, _, _ = rising
+def test_grpo_raises_reward(grpo_run):
+  workdir, _, _ = grpo_run
   rewards = [r['reward'] for r in rows(workdir)]
   first, last = np.mean(rewards[:3]), np.mean(rewards[-3:])
   assert 0.1 < first < 0.5
   assert last > first + 0.3, rewards
 
 
-def test_reward_of_this_process_is_announced(rising):
-  _, _, heard = rising
+def test_reward_in_this_process_is_warned_about(grpo_run):
+  _, _, heard = grpo_run
   assert [h for h in heard if 'low_share runs inside this process' in h and 'cannot be killed' in h], heard
 
 
 @pytest.mark.core
-def test_what_a_run_leaves(rising):
-  workdir, summary, _ = rising
+def test_run_folder_and_summary_are_complete(grpo_run):
+  workdir, summary, _ = grpo_run
   assert {p.name for p in workdir.iterdir()} == {
     'config.json',
     'metrics.jsonl',
@@ -128,16 +128,16 @@ def test_what_a_run_leaves(rising):
   assert {'prompt', 'completion', 'reward', 'components'} <= sample.keys()
 
 
-def test_first_step_of_grpo_is_on_policy(rising):
-  workdir, _, _ = rising
+def test_first_step_of_grpo_is_on_policy(grpo_run):
+  workdir, _, _ = grpo_run
   first = rows(workdir)[0]
   assert first['ratio'] == pytest.approx(1, abs=1e-5)
   assert first['sampler_mismatch'] == pytest.approx(1, abs=1e-5)
   assert first['clip_ratio/low_mean'] == first['clip_ratio/high_mean'] == 0
 
 
-def test_several_updates_of_one_rollout(model, tmp_path):
-  """The first of them is checked to be on-policy; the last one is not."""
+def test_second_epoch_on_a_rollout_is_off_policy(model, tmp_path):
+  """A run checks that the first update of a rollout is on-policy; the metrics are those of the last update."""
   config = tiny.grpo_config(model, rl=dict(epochs=2, kl_coef=0.01), train=dict(steps=2))
   jaxpost.run(config, tmp_path)
   first, second = rows(tmp_path)
@@ -145,8 +145,8 @@ def test_several_updates_of_one_rollout(model, tmp_path):
   assert second['sampler_mismatch'] > 1
 
 
-def test_a_stage_starts_from_the_weights_before_it(model, tmp_path):
-  """Its evaluation, its samples and its reference are those of the last."""
+def test_stage_starts_from_weights_of_the_previous_stage(model, tmp_path):
+  """Its first evaluation and samples equal the last ones of the stage before, and its reference has these weights."""
   config = tiny.grpo_config(
     model,
     stages=('one', 'two', 'online'),
@@ -178,7 +178,7 @@ def test_a_stage_starts_from_the_weights_before_it(model, tmp_path):
   assert abs(first['kl']) < 1e-8 < second['kl']
 
 
-# Runs SFT with a held-out loss, and prints what it imported and started.
+# Runs SFT with a held-out loss, and prints its child processes and the modules that it imported.
 IMPORTED = """
 import json, os, sys
 sys.path.insert(0, sys.argv[3])
@@ -222,23 +222,24 @@ def test_sft_imports_nothing_of_rl(model, tmp_path):
   assert 'jaxpost.algorithms.sft' in modules
 
 
-# The loss is that of the documents, however they lie in a batch.
+# ------------------------------------------- the loss does not depend on the layout of documents
 
 
 def examples(count=7, longest=12, seed=0):
-  """Documents of 3 to `longest` tokens, of which the last ones are trained."""
-  random, made = np.random.RandomState(seed), []
+  """Documents of 3 to `longest` tokens; a random number of their last tokens is trained."""
+  random, documents = np.random.RandomState(seed), []
   for _ in range(count):
     size = random.randint(3, longest + 1)
     mask = np.arange(size) >= random.randint(1, size)
-    made.append(examples_lib.Example(random.randint(0, 131, size).astype(np.int32), mask))
-  return made
+    documents.append(examples_lib.Example(random.randint(0, 131, size).astype(np.int32), mask))
+  return documents
 
 
 def laid_out(docs, row_length, num_rows, packed):
+  """The batch of documents, packed into rows or one in each row."""
   lengths = [len(d.tokens) for d in docs]
-  found = packing.pack(lengths, row_length) if packed else [[i] for i in range(len(docs))]
-  return packing.to_batch([[docs[i] for i in r] for r in found], row_length, num_rows)
+  rows_of_docs = packing.pack(lengths, row_length) if packed else [[i] for i in range(len(docs))]
+  return packing.to_batch([[docs[i] for i in r] for r in rows_of_docs], row_length, num_rows)
 
 
 def losses(objective, batch, micro):
@@ -266,11 +267,14 @@ LAYOUTS = {
 }
 
 
-def assert_same(one, other):
-  assert one[0] == pytest.approx(other[0], rel=1e-6)
-  for key in other[1]:
-    assert float(one[1][key]) == pytest.approx(float(other[1][key]), rel=2e-6, abs=1e-7), key
-  for a, b in zip(jax.tree.leaves(one[2]), jax.tree.leaves(other[2])):
+def assert_same(actual, expected):
+  """Compares two results of `losses`."""
+  loss, extra, grads = actual
+  expected_loss, expected_extra, expected_grads = expected
+  assert loss == pytest.approx(expected_loss, rel=1e-6)
+  for key in expected_extra:
+    assert float(extra[key]) == pytest.approx(float(expected_extra[key]), rel=2e-6, abs=1e-7), key
+  for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads)):
     assert tiny.largest(a - b) <= 1e-5 * tiny.largest(b)
 
 
@@ -308,17 +312,18 @@ def rollout(seed=3):
 
 @pytest.fixture(scope='module')
 def grpo_loss():
+  """(function of (row length, rows, rows at a time) -> `losses`, its result with one sequence in each row)."""
   config = config_lib.parse(dict(algorithm='grpo', reward='x', rl=dict(kl_coef=0.1, entropy_coef=0.01)))['grpo']
   config = config_lib.resolve(config, grpo.GRPO.defaults)
   objective = grpo.objective(config)
   values = np.random.RandomState(0).standard_normal((12, 1))
-  made = rollout()
-  mask = batching.completion_mask(made) * (np.arange(12) != 5)[:, None]
-  arrays = dict(advantages=values * mask, sampler_logprobs=made.logprobs, ref_logprobs=made.logprobs * 3)
+  samples = rollout()
+  mask = batching.completion_mask(samples) * (np.arange(12) != 5)[:, None]
+  arrays = dict(advantages=values * mask, sampler_logprobs=samples.logprobs, ref_logprobs=samples.logprobs * 3)
   weights = batching.token_weights(mask, 'token', 6)
 
   def compute(length, num_rows, micro):
-    batch = batching.to_batch(made, range(12), weights, arrays, num_rows, row_length=length)
+    batch = batching.to_batch(samples, range(12), weights, arrays, num_rows, row_length=length)
     return losses(objective, batch, micro)
 
   return compute, compute(11, 12, 12)

@@ -108,7 +108,7 @@ class Hints:
 
 
 @pytest.mark.parametrize('name', EXAMPLES)
-def test_schemas_equal_those_of_transformers(name):
+def test_schemas_are_those_of_transformers(name):
   environment = vars(examples)[name]()
   schemas = tool_schema.tool_schemas(environment, 'test')
   assert 'reset' not in schemas and 'get_reward' not in schemas
@@ -184,7 +184,7 @@ def test_run_refuses_reset_without_columns_before_compiling(tmp_path):
     prepare.prepare_all(config)
 
 
-def test_environment_without_reward_needs_a_reward_function(tmp_path):
+def test_an_environment_that_rewards_nothing_needs_a_function(tmp_path):
   path = tmp_path / 'env.py'
   path.write_text('class E:\n  def reset(self, **row): return None\n  def go(self):\n    """Goes."""\n')
   config = tiny.run_config(tiny.folder(tmp_path / 'model'), algorithm='grpo', environment=f'{path}:E')
@@ -259,7 +259,7 @@ class Slow:
 """
 
 
-def test_environment_methods_may_be_coroutines(tmp_path):
+def test_methods_may_be_coroutines(tmp_path):
   (tmp_path / 'env.py').write_text(ASYNC)
   pool = pool_lib.EnvironmentPool(f'{tmp_path}/env.py:Slow', workers=1)
   try:
@@ -328,7 +328,7 @@ def test_a_lost_process_is_started_again(pool, what, words):
     ),
   ],
 )
-def test_tool_calls_are_parsed(text, calls):
+def test_calls_are_found(text, calls):
   assert turns.parse(text) == calls
 
 
@@ -342,7 +342,7 @@ def test_tool_calls_are_parsed(text, calls):
     ('', '{"name": "f", "parameters": {}}'),
   ],
 )
-def test_text_before_tool_calls_is_returned(before, calls):
+def test_text_before_calls_is_found(before, calls):
   assert turns.before_calls(before + calls) == before.rstrip()
 
 
@@ -433,7 +433,7 @@ def test_tokens_turn_by_turn_equal_the_rendered_conversation(template):
     assert conversation.startswith(template.decode(ids, False))
 
 
-def test_template_without_end_of_turn_is_refused(tmp_path):
+def test_a_template_that_ends_no_turn_is_refused(tmp_path):
   (tmp_path / 't.jinja').write_text('{%- for m in messages %}{{- m.role + m.content }}{%- endfor %}')
   template = tokenizer_lib.load('bytes', tmp_path / 't.jinja')
   with pytest.raises(InputError, match='ends no turn'):

@@ -168,7 +168,7 @@ def close(actual, *terms):
   ],
   ids=lambda x: x['advantage'] if isinstance(x, dict) else '',
 )
-def test_advantage_estimators_have_the_gradient_of_the_reward(rl, factor, aggregate):
+def test_estimators_have_the_gradient_of_the_reward(rl, factor, aggregate):
   close(measured('grpo', dict(rl, aggregate=aggregate)), (-factor, exact('reward')))
 
 

@@ -1,6 +1,6 @@
-"""Completions of the data in groups of samples (LUFFY): the gradient, the record, the metrics.
+"""Tests of completions of the data in groups of samples (LUFFY): their gradient, records and metrics.
 
-Legend: N sequences, G samples a prompt.
+Legend: N sequences, G samples per prompt.
 """
 
 import itertools
@@ -27,48 +27,48 @@ from jaxpost.types import Experience, Prompt, Rollout
 
 
 @pytest.mark.parametrize('loss', ['clip', 'gspo', 'dppo_tv'])
-def test_the_gradient_is_that_of_both_parts(loss):
-  """One sample and one expert: grad E[R] of the sample, and (R* - E[R]) grad f of each token of the expert."""
-  answers, values, star = exact.completions(2), exact.rewards_of(2, False), 6
+def test_gradient_is_the_sum_of_sample_and_expert_parts(loss):
+  """A pair has a sample, with grad E[R], and the expert, with (R* - E[R]) grad f of each of its tokens."""
+  answers, values, expert_index = exact.completions(2), exact.rewards_of(2, False), 6
   logp = np.asarray(exact.logprobs(exact.params('policy'), 2))
-  chance = np.exp(logp.sum(axis=1, dtype=np.float64))
-  index = np.array(list(itertools.product(range(len(answers)), [star]))).reshape(-1)
-  expert = np.arange(len(index)) % 2 == 1
+  probabilities = np.exp(logp.sum(axis=1, dtype=np.float64))
+  pairs = np.array(list(itertools.product(range(len(answers)), [expert_index]))).reshape(-1)
+  is_expert = np.arange(len(pairs)) % 2 == 1
   rollout = Rollout(
     prompts=tuple(Prompt(i, exact.PROMPT, '', {}) for i in range(len(answers))),
-    completions=answers[index],
-    lengths=np.full(len(index), 2),
-    logprobs=logp[index] * ~expert[:, None],
-    behavior_logprobs=logp[index] * ~expert[:, None],
-    finished=np.ones(len(index), bool),
-    demonstration=expert,
+    completions=answers[pairs],
+    lengths=np.full(len(pairs), 2),
+    logprobs=logp[pairs] * ~is_expert[:, None],
+    behavior_logprobs=logp[pairs] * ~is_expert[:, None],
+    finished=np.ones(len(pairs), bool),
+    demonstration=is_expert,
   )
-  scores = dict(sampler_logprobs=logp[index], old_logprobs=logp[index])  # as `Controller.make_experience` gives them
-  mask = np.ones((len(index), 2), np.float32)
-  experience = Experience(rollout, values[index], mask, scores, verdicts=values[index])
+  scores = dict(sampler_logprobs=logp[pairs], old_logprobs=logp[pairs])  # as `Controller.make_experience` gives them
+  mask = np.ones((len(pairs), 2), np.float32)
+  experience = Experience(rollout, values[pairs], mask, scores, verdicts=values[pairs])
   config = exact.config_of(
     'grpo', dict(advantage='leave_one_out', expert=True, expert_gamma=0.3, loss=loss, aggregate='token')
   )
   grpo.rl_fields.check(config)
   credit = grpo.credit(experience, config)
-  weights = batching.token_weights(credit.mask, 'token', 2) * np.repeat(chance * len(chance), 2)[:, None]
-  rows = math.ceil(len(index) / 16)
-  batch = batching.to_batch(rollout, range(len(index)), weights.astype(np.float32), credit.arrays, rows, row_length=48)
-  made = programs.make_loss(exact.model(), grpo.objective(config), tiny.one_device(), tiny.EXACT)
+  weights = batching.token_weights(credit.mask, 'token', 2) * np.repeat(probabilities * len(probabilities), 2)[:, None]
+  rows = math.ceil(len(pairs) / 16)
+  batch = batching.to_batch(rollout, range(len(pairs)), weights.astype(np.float32), credit.arrays, rows, row_length=48)
+  loss_fn = programs.make_loss(exact.model(), grpo.objective(config), tiny.one_device(), tiny.EXACT)
   split = jax.tree.map(lambda x: jnp.asarray(x)[None], batch)
-  found = jax.jit(lambda p, b: programs.accumulate(made, p, b)[1])(exact.params('policy'), split)
+  actual = jax.jit(lambda p, b: programs.accumulate(loss_fn, p, b)[1])(exact.params('policy'), split)
 
-  def shaped(w):
-    p = jnp.exp(exact.logprobs(w, 2)[star])
+  def shaped_expert(w):
+    p = jnp.exp(exact.logprobs(w, 2)[expert_index])
     return (p / (p + 0.3)).sum()
 
-  gain = values[star] - (chance * values).sum()
-  # A mean over four tokens; `exact` is one over the two of a completion.
-  exact.close(found, (-1 / 2, exact.exact('reward')), (-gain / 4, jax.grad(shaped)(exact.params('policy'))))
+  gain = values[expert_index] - (probabilities * values).sum()
+  # The loss is a mean over the four tokens of a pair. `exact` is a mean over the two of a completion.
+  exact.close(actual, (-1 / 2, exact.exact('reward')), (-gain / 4, jax.grad(shaped_expert)(exact.params('policy'))))
 
 
 def correct(completions, answer, **columns):
-  """1 for what ends with the answer; samples of a random model never do."""
+  """Returns 1 for completions that end with the answer, which samples of a random model never do."""
   del columns
   texts = [c if isinstance(c, str) else c[-1]['content'] for c in completions]
   return [float(text.strip().endswith(str(a))) for text, a in zip(texts, answer)]
@@ -110,23 +110,23 @@ def test_each_group_ends_with_the_answer_of_the_data(item):
   np.testing.assert_array_equal(item.credit.arrays['demonstration'], trained & rollout.demonstration[:, None])
   assert (item.credit.arrays['advantages'][rollout.demonstration][:, 0] > 0).all()
   assert [row.get('demonstration', False) for row in item.samples()] == rollout.demonstration.tolist()
-  again = rollout_codec.from_text(rollout_codec.to_text(rollout))
-  np.testing.assert_array_equal(again.demonstration, rollout.demonstration)
-  earlier = rollout_codec.encode({}, dict(expert=rollout.demonstration))  # as files called it once
-  assert [*rollout_codec.decode(earlier)[1]] == ['demonstration']
+  decoded = rollout_codec.from_text(rollout_codec.to_text(rollout))
+  np.testing.assert_array_equal(decoded.demonstration, rollout.demonstration)
+  old_record = rollout_codec.encode({}, dict(expert=rollout.demonstration))  # the name of the array in older files
+  assert [*rollout_codec.decode(old_record)[1]] == ['demonstration']
 
 
-def test_metrics_are_those_of_the_samples(item):
+def test_metrics_are_of_the_samples_without_the_expert(item):
   info, experience = item.info, item.experience
-  own = ~experience.rollout.demonstration
+  is_sample = ~experience.rollout.demonstration
   assert info['expert/reward'] == 1
-  assert info['reward'] == info['rewards/correct/mean'] == experience.rewards[own].mean() < 1
-  assert info['completions/mean_length'] == pytest.approx(experience.rollout.lengths[own].mean())
+  assert info['reward'] == info['rewards/correct/mean'] == experience.rewards[is_sample].mean() < 1
+  assert info['completions/mean_length'] == pytest.approx(experience.rollout.lengths[is_sample].mean())
   assert info['pass_rate/none'] == 1
   assert info['masked_samples'] == 0
 
 
-def test_metrics_of_a_source_are_those_of_its_samples(folder):
+def test_metrics_of_a_source_are_of_its_samples_without_the_expert(folder):
   _, stream = jaxpost.policy_and_stream(config_of(folder, rl=dict(sources=('sums',))))
   try:
     info = next(stream).info
@@ -139,8 +139,8 @@ def test_metrics_of_a_source_are_those_of_its_samples(folder):
 
 
 @pytest.mark.long
-def test_a_run_trains_on_the_data_where_its_samples_are_wrong(folder, tmp_path):
-  """The run has staleness, dynamic sampling and minibatches; the first step is on-policy, and it resumes to the bit."""
+def test_run_trains_on_the_expert_where_all_samples_are_wrong(folder, tmp_path):
+  """The run has staleness, dynamic sampling and minibatches. The first step is on-policy, and resuming is bitwise."""
   over = dict(
     rl=dict(minibatches=2, dynamic_sampling=2), rollout=dict(staleness=1), train=dict(steps=2), optim=dict(lr=1e-3)
   )
@@ -152,9 +152,9 @@ def test_a_run_trains_on_the_data_where_its_samples_are_wrong(folder, tmp_path):
   try:
     next(streams[0])
     streams[1].restore(json.loads(json.dumps(streams[0].state())))
-    one, two = (next(stream) for stream in streams)
-    for name, x in one.credit.arrays.items():
-      np.testing.assert_array_equal(x, two.credit.arrays[name], err_msg=name)
+    expected, resumed = (next(stream) for stream in streams)
+    for name, x in expected.credit.arrays.items():
+      np.testing.assert_array_equal(x, resumed.credit.arrays[name], err_msg=name)
   finally:
     for stream in streams:
       stream.close()
@@ -172,7 +172,7 @@ def test_a_run_trains_on_the_data_where_its_samples_are_wrong(folder, tmp_path):
     dict(algorithm='reinforce_pp', rl=dict(kl_coef=0.0), rollout=dict(group_size=1)),
   ],
 )
-def test_where_it_does_not_hold_it_is_refused(over):
+def test_expert_is_refused_with_incompatible_options(over):
   over = tiny.merged(dict(algorithm='grpo', reward='x', rl=dict(expert=True)), over)
   method = algorithms.load_algorithm(over['algorithm'])
   with pytest.raises(InputError, match='rl.expert'):
@@ -186,14 +186,14 @@ def test_rows_without_a_completion_are_refused(folder, tmp_path):
     jaxpost.policy_and_stream(config_of(folder, **over))
 
 
-def test_a_chat_that_ends_with_a_question_has_no_answer(folder, tmp_path):
+def test_chat_that_ends_with_a_user_turn_is_refused(folder, tmp_path):
   chat = [dict(role='user', content='a'), dict(role='assistant', content='b'), dict(role='user', content='c')]
-  for row, said in (
+  for row, message in (
     (dict(messages=chat, answer='b'), 'ends with a turn of the user, so it has no answer'),
     (dict(prompt=chat[:1], messages=chat, answer='b'), 'ends with a turn of the user'),
     (dict(prompt='a', messages='b', answer='b'), 'is a str, must be a list of messages'),
   ):
     (tmp_path / 'rows.jsonl').write_text(json.dumps(row) + '\n')
     over = dict(data=dict(path=str(tmp_path / 'rows.jsonl')), rollout=dict(max_prompt_length=64))
-    with pytest.raises(InputError, match=f'rows.jsonl:1: messages: {said}'):
+    with pytest.raises(InputError, match=f'rows.jsonl:1: messages: {message}'):
       jaxpost.policy_and_stream(config_of(folder, **over))

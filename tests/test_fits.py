@@ -16,7 +16,8 @@ import pytest
 from configs import dpo_hh, grpo_gsm8k, sft_gsm8k
 from jaxpost.distributed import phases
 from jaxpost.errors import InputError
-from jaxpost.models import partition, presets, transformer
+from jaxpost.models import model as model_lib
+from jaxpost.models import presets, transformer
 from jaxpost.planning import arithmetic, dry_run, fits, machines, nearest, sampling_arithmetic, search
 from jaxpost.rollout import buckets
 from jaxpost.stage import config as config_lib
@@ -69,7 +70,7 @@ def test_only_adapters_have_optimizer_moments(module):
 @pytest.mark.parametrize('name', ['sgd', 'lion', 'adafactor', 'muon'])
 def test_size_of_optimizer_state_depends_on_the_optimizer(name):
   """SGD has none, Lion one, Adafactor one per row and column; Muon has one of matrices, and Adam's two of all else."""
-  table = partition.build(presets.PRESETS[NAME]).table
+  table = model_lib.build(presets.PRESETS[NAME]).table
   matrices = sum(math.prod(x.shape) for x in table.values() if x.matrix and x.stack)
   lower, upper = dict(
     sgd=(0, 8), lion=(4 * SIZE, 4 * SIZE + 8), adafactor=(0, 0.02 * SIZE), muon=(8 * SIZE - 4 * matrices,) * 2
@@ -361,7 +362,7 @@ def page_parts(text):
 PAGE = page_parts((CLONE / 'docs/fits.md').read_text('utf-8').partition('## Tables')[2])
 
 
-def test_fits_page_is_up_to_date():
+def test_the_page_is_up_to_date():
   """It has the rows that are computed now for three devices, of a dense model and of one with experts."""
   code = """
 import sys, make_fits_table as m

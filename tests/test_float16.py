@@ -77,7 +77,7 @@ def test_loss_scale_keeps_small_gradients(model, batch):
   assert error(small) < 0.02 and error(lost) > 0.1, (error(small), error(lost))
 
 
-def test_overflow_halves_the_scale_and_changes_no_parameter(model, batch):
+def test_an_overflow_halves_the_scale_and_moves_nothing(model, batch):
   moved, state, figures = step(model, batch, -1.0, scale=2.0**23)
   assert figures['overflowed_updates'] == 1 and figures['skipped_updates'] == 0
   assert state.opt_state.scale == 2.0**22 and int(state.step) == 0

@@ -1,6 +1,6 @@
-"""Rewards of a rollout, added up over functions, an environment, a reward model and recordings.
+"""`rl.grading.Grader`: rewards of a rollout from functions, an environment, a reward model and stored rollouts.
 
-Legend: P prompts, G samples a prompt, N = P * G sequences, C completion tokens.
+Also, which stored rollouts a run may train on. Legend: P prompts, C completion tokens.
 """
 
 import concurrent.futures
@@ -38,12 +38,12 @@ class Pool:
   def submit(self, groups, step):
     del step
     self.groups += groups
-    found = []
+    futures = []
     for group in groups:
       values = [self.value] * len(group.completions)
-      found.append(concurrent.futures.Future())
-      found[-1].set_result(Graded(values, {'f': values}, None))
-    return found
+      futures.append(concurrent.futures.Future())
+      futures[-1].set_result(Graded(values, {'f': values}, None))
+    return futures
 
   def count(self, graded):
     del graded
@@ -53,7 +53,7 @@ TOKENIZER = types.SimpleNamespace(decode=lambda ids: 'x')
 
 
 def rollout(size, environment=None, source=None, **fields):
-  """Two groups of `size` samples; `environment` has the rewards of all."""
+  """Two groups of `size` samples; `environment` has the reward of each sample."""
   count = P * size
   plain = np.zeros((count, C), np.float32)
   messages = [{'role': 'user', 'content': 'q'}]
@@ -69,32 +69,32 @@ def rollout(size, environment=None, source=None, **fields):
 
 
 @pytest.mark.parametrize('pool, correct_by, function', [(Pool(0.25), 'f', 0.25), (None, 'environment', 0.0)])
-def test_a_greedy_episode_has_the_reward_of_its_environment(pool, correct_by, function):
-  """The baseline of ReMax is the whole reward of the greedy answer, also where no function grades it."""
+def test_greedy_baseline_is_the_whole_reward(pool, correct_by, function):
+  """The baseline of ReMax has the rewards of the environment and of the function, if there is one."""
   grader = Grader(pool, TOKENIZER, correct_by=correct_by)
-  found = grader.submit(rollout(2, [1, 0, 1, 0]), rollout(1, [1, 0.5])).result()
-  np.testing.assert_array_equal(found.rewards, np.array([1, 0, 1, 0]) + function)
-  np.testing.assert_array_equal(found.baseline, np.array([1, 0.5]) + function)
+  graded = grader.submit(rollout(2, [1, 0, 1, 0]), rollout(1, [1, 0.5])).result()
+  np.testing.assert_array_equal(graded.rewards, np.array([1, 0, 1, 0]) + function)
+  np.testing.assert_array_equal(graded.baseline, np.array([1, 0.5]) + function)
 
 
 def test_samples_without_a_baseline_are_counted():
-  """Those whose greedy answer has no reward: none is trained on, although all but one are graded."""
-  found = Grader(None, TOKENIZER, correct_by='environment').submit(
+  """The greedy answer of the first prompt has no reward, so its sample that has a reward is not trained."""
+  pending = Grader(None, TOKENIZER, correct_by='environment').submit(
     rollout(2, [1, np.nan, 0, 1]), rollout(1, [np.nan, 0])
   )
-  assert found.result().metrics()['masked_baseline'] == 1
-  found = Grader(None, TOKENIZER, correct_by='environment').submit(rollout(2, [1, 0, 0, 1]))
-  assert 'masked_baseline' not in found.result().metrics()
+  assert pending.result().metrics()['masked_baseline'] == 1
+  pending = Grader(None, TOKENIZER, correct_by='environment').submit(rollout(2, [1, 0, 0, 1]))
+  assert 'masked_baseline' not in pending.result().metrics()
 
 
-def test_groups_with_less_than_two_rewards_have_no_spread_to_count():
-  """Of the run, and of each source, alike: here none, one, two equal and two different rewards."""
+def test_frac_reward_zero_std_counts_groups_with_two_or_more_rewards():
+  """In the metric of the run and in that of each source; groups have no, one, two equal and two different rewards."""
   nan = np.nan
   rewards = np.array([[nan, nan, nan], [nan, 1, nan], [1, 1, nan], [0, 1, nan]])
   source = {'name': 'sums'}
-  made = rollout(6, rewards.ravel(), source)
+  samples = rollout(6, rewards.ravel(), source)
   prompts = tuple(Prompt(i, np.array([5], np.int32), '', {}, source) for i in range(4))
-  pending = Grader(None, TOKENIZER).submit(made.replace(prompts=prompts))
+  pending = Grader(None, TOKENIZER).submit(samples.replace(prompts=prompts))
   graded = pending.result()
   assert graded.metrics()['frac_reward_zero_std'] == 0.5
   mixture.observe(pending, graded)
@@ -106,19 +106,19 @@ def test_groups_with_less_than_two_rewards_have_no_spread_to_count():
   assert 'sources/sums/frac_reward_zero_std' not in pending.info
 
 
-def test_a_function_that_does_not_apply_leaves_the_reward_of_the_environment():
+def test_function_that_returns_none_leaves_reward_of_the_environment():
   grader = Grader(Pool(None), TOKENIZER, correct_by='environment')
   pending = grader.submit(rollout(2, [1, 0, np.nan, 0]))
   np.testing.assert_array_equal(pending.result().rewards, [1, 0, np.nan, 0])
-  scores = np.tile(np.arange(C, dtype=float), (2 * P, 1))  # the one of the last token counts
+  scores = np.tile(np.arange(C, dtype=float), (2 * P, 1))  # of a reward model; the score of the last token counts
   np.testing.assert_array_equal(pending.result(scores).rewards, [C, C - 1, np.nan, C - 1])
 
 
-def test_recorded_verdicts_need_no_reward_of_that_name():
+def test_recorded_verdicts_need_no_reward_named_by_correct_by():
   recorded = rollout(2, verdicts=np.array([1.0, 0, 0, 1]), rewards={'recorded': np.array([0.5, 0, 0, 0.5])})
-  found = Grader(None, TOKENIZER, correct_by='environment').submit(recorded).result()
-  np.testing.assert_array_equal(found.verdicts, [[1, 0], [0, 1]])
-  np.testing.assert_array_equal(found.rewards, [0.5, 0, 0, 0.5])
+  graded = Grader(None, TOKENIZER, correct_by='environment').submit(recorded).result()
+  np.testing.assert_array_equal(graded.verdicts, [[1, 0], [0, 1]])
+  np.testing.assert_array_equal(graded.rewards, [0.5, 0, 0, 0.5])
 
 
 def test_recorded_rewards_count_for_sources_without_an_environment(tmp_path):
@@ -126,32 +126,32 @@ def test_recorded_rewards_count_for_sources_without_an_environment(tmp_path):
   rewards, mask = np.array([1.0, 0, 0.5, 0]), np.ones((2 * P, C), np.float32)
   arrays = {'sampler_logprobs': old.logprobs}
   rollout_files.save(tmp_path / '1.npz', Experience(old, rewards, mask, arrays, verdicts=rewards), Credit({}, mask, {}))
-  found = rollout_files.RecordedSampler(tmp_path, 'train', rewards=True)(old.prompts, 2, 0)
-  np.testing.assert_array_equal(Grader(None, TOKENIZER).submit(found).result().rewards, rewards)
+  recorded = rollout_files.RecordedSampler(tmp_path, 'train', rewards=True)(old.prompts, 2, 0)
+  np.testing.assert_array_equal(Grader(None, TOKENIZER).submit(recorded).result().rewards, rewards)
 
 
-def test_regraded_rollouts_keep_nothing_of_how_they_were_graded(tmp_path):
-  """Rewards of steps go, and the sources of the new run choose the functions."""
+def test_regraded_rollouts_drop_their_rewards_and_grading_functions(tmp_path):
+  """Rewards of turns are dropped, too, and the sources of the new run choose the functions."""
   old = rollout(2, [1, 0, 1, 0], source=dict(rewards=['old'], name='a'), turn_rewards=np.full((2 * P, C), 0.5))
   rewards, mask = np.array([1.0, 0, 1, 0]), np.ones((2 * P, C), np.float32)
   arrays = {'sampler_logprobs': old.logprobs}
   rollout_files.save(tmp_path / '1.npz', Experience(old, rewards, mask, arrays, verdicts=rewards), Credit({}, mask, {}))
-  for now, asked in (({}, None), (dict(rewards=['f']), ['f'])):
-    prompts = [p.replace(source=now) for p in old.prompts]
-    found = rollout_files.RecordedSampler(tmp_path, 'train', rewards=False)(prompts, 2, 0)
-    assert (found.rewards, found.turn_rewards, found.verdicts) == (None, None, None)
+  for new_source, functions in (({}, None), (dict(rewards=['f']), ['f'])):
+    prompts = [p.replace(source=new_source) for p in old.prompts]
+    recorded = rollout_files.RecordedSampler(tmp_path, 'train', rewards=False)(prompts, 2, 0)
+    assert (recorded.rewards, recorded.turn_rewards, recorded.verdicts) == (None, None, None)
     pool = Pool(0.25)
-    graded = Grader(pool, TOKENIZER, correct_by='f').submit(found).result()
+    graded = Grader(pool, TOKENIZER, correct_by='f').submit(recorded).result()
     np.testing.assert_array_equal(graded.rewards, [0.25] * 4)
-    assert [group.graded_by for group in pool.groups] == [asked] * P
-    assert found.prompts[0].source['name'] == 'a'
+    assert [group.graded_by for group in pool.groups] == [functions] * P
+    assert recorded.prompts[0].source['name'] == 'a'
 
 
 @pytest.mark.parametrize(
   'fields', [dict(), dict(mask=np.ones((4 * P, C), bool)), dict(source={'sampling': {'temperature': 0.5}})]
 )
-def test_a_reward_model_reads_more_sequences_than_a_step_has(fields):
-  """In batches of three: with the masks of episodes, or the temperatures of sources, too."""
+def test_reward_model_scores_rollout_in_several_batches(fields):
+  """Eight sequences in batches of three, also with the masks of episodes or the temperatures of sources."""
   calls = []
 
   def reward_model(batch):
@@ -159,27 +159,27 @@ def test_a_reward_model_reads_more_sequences_than_a_step_has(fields):
     return types.SimpleNamespace(values=batch.tokens[None].astype(np.float32) * np.ones_like(batch.loss_weights))
 
   roles = types.SimpleNamespace(policy=types.SimpleNamespace(place=lambda batch: batch), reward_model=reward_model)
-  made = rollout(4, **fields)
-  made = made.replace(completions=np.arange(4 * P * C, dtype=np.int32).reshape(-1, C))
-  found = reward_models.scores(made, roles, max_sequences=3, shape=RowShape(3, C + 1))
-  np.testing.assert_array_equal(found, made.completions)
+  samples = rollout(4, **fields)
+  samples = samples.replace(completions=np.arange(4 * P * C, dtype=np.int32).reshape(-1, C))
+  scores = reward_models.scores(samples, roles, max_sequences=3, shape=RowShape(3, C + 1))
+  np.testing.assert_array_equal(scores, samples.completions)
   assert len(calls) == 3
 
 
 @pytest.mark.parametrize('asked, stops', [((), ()), (('b',), ('a', 'b'))])
-def test_an_agent_adds_to_the_stop_strings_of_the_run(asked, stops):
-  """() leaves those of the run, which the engine knows."""
+def test_stop_strings_of_agent_are_added_to_those_of_the_run(asked, stops):
+  """A request without stop strings sets none, as the engine knows those of the run."""
   request = Request(np.array([5], np.int32), 0, 0, {'max_tokens': 4, 'stop_strings': asked})
   session = types.SimpleNamespace(
     request=lambda body, encode, most: Request(encode(), 0, 0, {'temperature': 0.5, 'max_tokens': most})
   )
   engine = types.SimpleNamespace(config=types.SimpleNamespace(stop_strings=('a',)))
-  found = openai_server._session_request(session, {}, [request], engine).sampling
-  assert found == {'temperature': 0.5, 'max_tokens': 4} | ({'stop_strings': stops} if stops else {})
+  sampling = openai_server._session_request(session, {}, [request], engine).sampling
+  assert sampling == {'temperature': 0.5, 'max_tokens': 4} | ({'stop_strings': stops} if stops else {})
 
 
-def test_rows_of_one_source_with_a_temperature_are_checked():
-  """It has no functions of its own."""
+def test_rows_of_source_without_own_rewards_are_checked_for_all():
+  """The source has a temperature only: names=None checks the columns of all functions."""
   seen = []
   pool = types.SimpleNamespace(check_rows=lambda rows, names=None: seen.append(names))
   rows = types.SimpleNamespace(sizes=(3,), streaming=False)
@@ -194,7 +194,7 @@ def test_a_step_without_stored_samples_cannot_be_compared(tmp_path):
   assert reproduce.compare(tmp_path, 'grpo', 25, 0, item) is None
 
 
-def test_agents_sample_as_their_source_says():
+def test_agents_sample_with_settings_of_their_source():
   source = {'sampling': {'temperature': 0.5, 'top_p': 0.9}}
   prompt = Prompt(0, np.array([5], np.int32), [{'role': 'user', 'content': 'q'}], {}, source)
   owner = types.SimpleNamespace(
@@ -203,16 +203,16 @@ def test_agents_sample_as_their_source_says():
     limits=episode.EpisodeLimits(prompt=8, tokens=8),
     endpoint=types.SimpleNamespace(),
   )
-  for given, temperature in (({}, 0.5), ({'temperature': 0.0}, 0.0)):  # greedy in an evaluation
-    scheduler = agents.AgentScheduler(owner, [episode.Episode(0, prompt, 0)], given)
+  for settings, temperature in (({}, 0.5), ({'temperature': 0.0}, 0.0)):  # a greedy evaluation has temperature 0
+    scheduler = agents.AgentScheduler(owner, [episode.Episode(0, prompt, 0)], settings)
     (session,) = scheduler.sessions.values()
     body = {'messages': [{'role': 'user', 'content': 'q'}]}
     sampling = session.request(body, lambda: np.array([5], np.int32), 8).sampling
     assert sampling == {'temperature': temperature, 'top_p': 0.9, 'max_tokens': 8}
 
 
-def test_what_decides_prompts_goes_with_no_stored_rollouts(tmp_path):
-  """Also in methods that do not share the checks of GRPO."""
+def test_dynamic_sampling_and_curriculum_with_stored_rollouts_are_refused(tmp_path):
+  """Both choose prompts, and stored rollouts have theirs. Methods that do not share the checks of GRPO refuse, too."""
   for algorithm in 'rft', 'online_dpo', 'grpo':
     for feature in dict(dynamic_sampling=2), dict(curriculum='retire'):
       over = dict(algorithm=algorithm, train_on_rollouts=str(tmp_path), rl=feature)
@@ -222,40 +222,40 @@ def test_what_decides_prompts_goes_with_no_stored_rollouts(tmp_path):
 
 
 def test_merged_rounds_keep_the_verdict_of_each_sample():
-  one, two = (rollout(2, verdicts=np.array(x)) for x in ([1.0, 0, 0, 1], [0.0, 0, 1, 1]))
-  np.testing.assert_array_equal(merging.merge([one, two], [[1], [0, 1]]).verdicts, [0, 1, 0, 0, 1, 1])
+  first, second = (rollout(2, verdicts=np.array(x)) for x in ([1.0, 0, 0, 1], [0.0, 0, 1, 1]))
+  np.testing.assert_array_equal(merging.merge([first, second], [[1], [0, 1]]).verdicts, [0, 1, 0, 0, 1, 1])
 
 
-def test_a_stored_rollout_is_the_whole_record(tmp_path):
+def test_stored_rollout_has_all_fields_and_is_checked_before_training(tmp_path):
   rewards, mask = np.arange(4.0), np.ones((2 * P, C), np.float32)
 
   def stored(**fields):
-    made = rollout(2, **fields)
-    experience = Experience(made, rewards, mask, {'sampler_logprobs': made.logprobs}, verdicts=rewards)
+    samples = rollout(2, **fields)
+    experience = Experience(samples, rewards, mask, {'sampler_logprobs': samples.logprobs}, verdicts=rewards)
     rollout_files.save(tmp_path / '1.npz', experience, Credit({}, mask, {}), 0.7)
-    return made
+    return samples
 
   def read(temperature=None):
-    return rollout_files.RecordedSampler(tmp_path, 'train', True, temperature)(made.prompts, 2, 0)
+    return rollout_files.RecordedSampler(tmp_path, 'train', True, temperature)(original.prompts, 2, 0)
 
   optional = dict(versions=np.full((2 * P, C), 3, np.int32), replayed=np.array([True, False] * P))
-  made = stored(**optional)
-  found = read(0.7)
-  np.testing.assert_array_equal(found.versions, made.versions)
-  np.testing.assert_array_equal(found.replayed, made.replayed)
+  original = stored(**optional)
+  recorded = read(0.7)
+  np.testing.assert_array_equal(recorded.versions, original.versions)
+  np.testing.assert_array_equal(recorded.replayed, original.replayed)
   with pytest.raises(InputError, match='was sampled at temperature 0.7, .*temperature=0.7 .now 1'):
     read(1.0)
-  made = stored(source={'sampling': {'temperature': 0.5}})
-  assert read(1.0).lengths.size  # each prompt has its own temperature
-  for fields, said in (
+  original = stored(source={'sampling': {'temperature': 0.5}})
+  assert read(1.0).lengths.size  # not refused, as each prompt has its own temperature
+  for fields, message in (
     (dict(from_data=True), 'answers of the data'),
     (dict(demonstration=np.array([False, True] * P)), 'answers of the data'),
     (dict(allowed=np.ones((2 * P, C, 2), np.int32)), 'was sampled with config.rl.sampling_mask'),
   ):
-    made = stored(**fields)
-    found = read()  # by a method that reads no log-probs
-    assert found.from_data == ('from_data' in fields)
-    with pytest.raises(InputError, match=said):
+    original = stored(**fields)
+    recorded = read()  # no temperature: by a method that reads no log-probs
+    assert recorded.from_data == ('from_data' in fields)
+    with pytest.raises(InputError, match=message):
       read(0.7)
 
 
@@ -263,7 +263,7 @@ def test_a_stored_rollout_is_the_whole_record(tmp_path):
 def test_only_methods_that_read_stored_logprobs_ask_for_their_temperature(
   tmp_path, monkeypatch, algorithm, temperature
 ):
-  monkeypatch.setattr(rollout_files, 'load', lambda path: None)  # there are none
+  monkeypatch.setattr(rollout_files, 'load', lambda path: None)  # the folder has no rollouts
   folder = tiny.folder(tmp_path / 'model')
   over = dict(algorithm=algorithm, train_on_rollouts=str(tmp_path), rollout=dict(temperature=0.5))
   _, stream = jaxpost.policy_and_stream(tiny.grpo_config(folder, **over))

@@ -79,7 +79,7 @@ def plan(elements=2**20, temperature=1.0, dtype='float32', fn=objective, platfor
   'elements,temperature,platform',
   [(2**20, 1.0, 'cpu'), (B * V * 4, 0.7, 'tpu'), (B * V * 4, 0.7, 'cpu'), (B * V * 3, 1.0, 'cpu'), (1, 1.3, 'gpu')],
 )
-def test_fused_loss_and_gradients_equal_those_of_all_logits(case, elements, temperature, platform):
+def test_values_and_gradients_are_those_of_all_logits(case, elements, temperature, platform):
   def fused(hidden, head):
     return head_lib.fused_loss(
       plan(elements, temperature, platform=platform),

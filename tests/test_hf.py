@@ -181,21 +181,21 @@ def copy_with_fields(reference, folder, case, fields):
 
 
 @pytest.mark.parametrize('case,fields', CHANGES)
-def test_wrong_config_field_changes_the_logits(reference, tmp_path, case, fields):
+def test_a_wrong_field_changes_logits(reference, tmp_path, case, fields):
   model, params = load(copy_with_fields(reference, tmp_path, case, fields))
   _, ids, expected = reference(case)
   assert difference(tiny.logits(model, params, ids), expected) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize('case,fields', REFUSED)
-def test_config_field_that_contradicts_the_weights_is_refused(reference, tmp_path, case, fields):
+def test_a_wrong_field_is_refused(reference, tmp_path, case, fields):
   folder = copy_with_fields(reference, tmp_path, case, fields)
   with pytest.raises(InputError):
     hf.check(folder, hf.read_config(folder))
 
 
 @pytest.mark.parametrize('case', ['llama3_rope', 'qwen3_untied'])
-def test_imported_and_exported_tensors_have_the_same_bits(reference, tmp_path, case):
+def test_import_and_export_give_the_same_bits(reference, tmp_path, case):
   folder, ids, theirs = reference(case)
   model, params = load(folder)
   out = tmp_path / 'export'
@@ -242,7 +242,7 @@ def test_transformers_computes_the_same_with_an_export(reference, tmp_path, case
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
 @pytest.mark.parametrize('limit', [4 << 30, 9000])
-def test_exported_parameters_load_unchanged(tmp_path, dtype, limit):
+def test_round_trip_of_our_own_parameters(tmp_path, dtype, limit):
   model = model_lib.build(tiny.config(tie_embeddings=False))
   params = jax.tree.map(lambda x: x.astype(dtype), tiny.params(model))
   folder = tmp_path / 'export'
@@ -397,7 +397,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize('what', BROKEN)
-def test_broken_weights_are_refused_by_name(export, what):
+def test_broken_weights_are_named(export, what):
   hf.check(export, hf.read_config(export))  # fine until broken
   breaks, words = BROKEN[what]
   breaks(export)
@@ -407,7 +407,7 @@ def test_broken_weights_are_refused_by_name(export, what):
   assert '\n' not in message and all(w in message for w in words), message
 
 
-def test_harmless_extra_tensors_are_accepted(export):
+def test_harmless_extra_tensors_pass(export):
   embed = tensors(export)['model.embed_tokens.weight']
   put(export, 'lm_head.weight', embed)
   put(export, 'model.layers.0.self_attn.rotary_emb.inv_freq', np.zeros(4, np.float32))
@@ -430,7 +430,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize('what', CONFIGS)
-def test_bad_config_field_is_refused_by_name(export, what):
+def test_bad_config_is_named(export, what):
   fields, word = CONFIGS[what]
   edit(export, **fields)
   with pytest.raises(InputError, match=word) as e:
@@ -493,7 +493,7 @@ def large(tmp_path):
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_loading_keeps_only_a_piece_of_a_tensor_on_the_host(large, monkeypatch, dtype):
+def test_loading_keeps_a_piece_on_the_host(large, monkeypatch, dtype):
   """Loading also holds no parameter twice on the device.
 
   The device is this host, so memory that numpy still holds at the end is that of the parameters and is subtracted.
@@ -525,7 +525,7 @@ def test_loading_keeps_only_a_piece_of_a_tensor_on_the_host(large, monkeypatch, 
   assert max(live_bytes) - before < owned + 1.5 * tensor
 
 
-def test_export_keeps_only_one_layer_on_the_host(large, tmp_path):
+def test_export_keeps_one_layer_on_the_host(large, tmp_path):
   """Tensors are fetched and written one by one, also where all fit into one file."""
   model, params, largest, all_bytes, folder = large
   peak, _ = traced(lambda: hf_export.save(tmp_path / 'again', model, params))

@@ -1,4 +1,6 @@
-"""Other mixers beside attention: what tests/test_families.py does not see of them.
+"""Tests of models with other mixers than attention: delta rule, convolution and state space.
+
+tests/test_families.py covers what these have in common with other families.
 
 Legend: B rows, T tokens, S slots.
 """
@@ -24,8 +26,8 @@ from jaxpost.models.config import Experts
 from jaxpost.monitor import metrics
 from jaxpost.stage import prepare
 
-KDA = 'kimi_linear'  # the gated delta rule with decays of channels, beside latent attention
-# A family for each mixer -> what a layer keeps of a sequence, and the matrices of its mixer.
+KDA = 'kimi_linear'  # gated delta rule with a decay per channel, beside latent attention
+# A family for each mixer -> shapes of a layer's state of a sequence, and the matrices of its mixer.
 MIXERS = {
   'qwen3_5_text': ([(3, 2, 14), (3, 2, 14), (6, 2, 6), (6, 14, 6)], 'in_q in_k in_v in_z in_a in_b o'),
   'lfm2_moe': ([(4, 3, 8)], 'in_b in_c in_x o'),
@@ -36,7 +38,7 @@ SAMPLED = MIXERS | {'olmo_hybrid': ([(3, 2, 14)] * 3 + [(3, 14, 14)], '')}
 
 
 @functools.cache
-def made(family, **fields):
+def model_and_params(family, **fields):
   model = model_lib.build(tiny.hybrid(family, **fields))
   return model, tiny.params(model)
 
@@ -58,29 +60,29 @@ def made(family, **fields):
   ],
   ids=str,
 )
-def test_every_field_counts(family, fields):
-  ids, (model, params) = tiny.tokens((1, 20)), made(family)
-  right = tiny.logits(model, params, ids)
-  other = model_lib.build(tiny.hybrid(family, **fields))
-  if other.shapes() != model.shapes():
+def test_every_field_changes_the_logits_or_the_shapes(family, fields):
+  ids, (model, params) = tiny.tokens((1, 20)), model_and_params(family)
+  expected = tiny.logits(model, params, ids)
+  changed_model = model_lib.build(tiny.hybrid(family, **fields))
+  if changed_model.shapes() != model.shapes():
     with pytest.raises((TypeError, ValueError, KeyError)):
-      tiny.logits(other, params, ids)
+      tiny.logits(changed_model, params, ids)
     return
-  changed = tiny.logits(other, params, ids)
-  assert tiny.largest(changed - right) > 1e-3 * tiny.largest(right)
+  changed = tiny.logits(changed_model, params, ids)
+  assert tiny.largest(changed - expected) > 1e-3 * tiny.largest(expected)
 
 
 @pytest.mark.parametrize(
   'family, mixers', [('qwen3_5_text', ('delta', 'layers') * 2), ('lfm2', ('convolution', 'layers', 'convolution'))]
 )
-def test_layers_under_a_scan_are_those_in_a_row(family, mixers):
-  """Forward and gradient, of rows with several documents; the layers repeat, or do not."""
+def test_scanned_layers_compute_the_same_as_unrolled_layers(family, mixers):
+  """Rows have several documents. The layers repeat with a period in one case, and not in the other."""
   experts = Experts(5, 2, 12, shared=1, shared_size=14, shared_gate=True)
   model = model_lib.build(tiny.hybrid(family, mixers=mixers, num_layers=len(mixers), experts=experts, layer_ropes=()))
   params, ids = tiny.params(model), tiny.tokens((2, 20))
   segments = np.repeat([[1, 2, 3, 0]], 2, axis=0).repeat([3, 9, 6, 2], axis=1)
 
-  def both(**fields):
+  def gradient_and_hidden(**fields):
     compute = dataclasses.replace(tiny.EXACT, **fields)
 
     def loss(p):
@@ -89,18 +91,20 @@ def test_layers_under_a_scan_are_those_in_a_row(family, mixers):
 
     return jax.jit(jax.grad(loss, has_aux=True))(params)
 
-  grads, right = both()
-  again, found = both(unroll=False, remat='dots')
-  assert tiny.largest(found - right) <= 1e-5 * tiny.largest(right)
-  jax.tree.map(lambda a, b: np.testing.assert_array_less(tiny.largest(a - b), 1e-4 * tiny.largest(b)), again, grads)
+  grads, unrolled = gradient_and_hidden()
+  scanned_grads, scanned = gradient_and_hidden(unroll=False, remat='dots')
+  assert tiny.largest(scanned - unrolled) <= 1e-5 * tiny.largest(unrolled)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_array_less(tiny.largest(a - b), 1e-4 * tiny.largest(b)), scanned_grads, grads
+  )
 
 
 @pytest.mark.parametrize('chunk, block', [(8, 1024), (4, 8)])
 @pytest.mark.parametrize('corrected, channels', [(True, 1), (False, 1), (True, 5)])
-def test_chunks_compute_what_tokens_in_a_row_do(corrected, channels, chunk, block):
-  """Output, state, and gradient, of documents that begin and end inside of chunks and blocks, after a state.
+def test_chunked_recurrence_computes_the_same_as_token_by_token(corrected, channels, chunk, block):
+  """Output, state and gradient are equal, with documents that begin and end inside of chunks and blocks, after a state.
 
-  Some channels forget all at once: exponentials of differences of sums would overflow or lose what follows.
+  Some channels decay to 0 at once. Exponentials of differences of sums would overflow there, or lose later tokens.
   """
   random = np.random.RandomState(0)
   q, k = random.standard_normal((2, 2, 21, 2, 5)).astype('f')
@@ -108,50 +112,54 @@ def test_chunks_compute_what_tokens_in_a_row_do(corrected, channels, chunk, bloc
   decay = random.uniform(0, 2, (2, 21, 6, channels)).astype('f') * 10 ** random.choice([-2.0, 0.0, 2.0], (1, 21, 1, 1))
   k /= np.linalg.norm(k, axis=-1, keepdims=True)
   segments = np.repeat([[1, 2, 3, 0], [4, 5, 6, 6]], (6, 10, 3, 2), axis=1)
-  real = (segments > 0)[..., None]
+  is_token = (segments > 0)[..., None]
   runs = convolution.runs_of(jnp.asarray(segments))
-  first = random.standard_normal((2, 6, 5, 3)).astype('f')
+  initial_state = random.standard_normal((2, 6, 5, 3)).astype('f')
 
-  def in_a_row(q, k, v, decay, beta, first):
-    state, out, last = first, [], jnp.zeros(2, int)
+  def token_by_token(q, k, v, decay, beta, initial_state):
+    state, out, last_run = initial_state, [], jnp.zeros(2, int)
     for i in range(21):
-      state = jnp.where((runs[:, i] == last)[:, None, None, None], state, 0)
+      state = jnp.where((runs[:, i] == last_run)[:, None, None, None], state, 0)
       x = (y[:, i] for y in (q, k, v, decay, beta))
       y, state = recurrence.step(*x, state, corrected=corrected)
-      out, last = [*out, y], runs[:, i]
+      out, last_run = [*out, y], runs[:, i]
     return jnp.stack(out, 1), state
 
   def in_chunks(*args):
-    rest = dict(dtype='float32', corrected=corrected, chunk=chunk, block=block)
-    return recurrence.chunked(*args[:-1], runs, state=args[-1], **rest)
+    options = dict(dtype='float32', corrected=corrected, chunk=chunk, block=block)
+    return recurrence.chunked(*args[:-1], runs, state=args[-1], **options)
 
-  def both(fn):
+  def outputs_and_gradient(fn):
     def loss(args):
       out, state = fn(*args)
-      return jnp.sum(jnp.cos(out) * real[..., None]) + jnp.sum(jnp.sin(state)), (out, state)
+      return jnp.sum(jnp.cos(out) * is_token[..., None]) + jnp.sum(jnp.sin(state)), (out, state)
 
-    return jax.jit(jax.grad(loss, has_aux=True))((q, k, v, -decay.astype('f') * real[..., None], beta * real, first))
+    return jax.jit(jax.grad(loss, has_aux=True))(
+      (q, k, v, -decay.astype('f') * is_token[..., None], beta * is_token, initial_state)
+    )
 
   jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5 * tiny.largest(b)), both(in_chunks), both(in_a_row)
+    lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5 * tiny.largest(b)),
+    outputs_and_gradient(in_chunks),
+    outputs_and_gradient(token_by_token),
   )
 
 
-def test_of_a_long_row_the_terms_of_one_block_are_in_memory():
-  """Gradients of a row in several blocks keep the terms of one; the same row in one block keeps all of them."""
-  shapes = [(1, 4096, *rest) for rest in ((1, 8), (1, 8), (2, 8), (2, 1), (2,))]
+def test_gradient_of_a_long_row_keeps_the_terms_of_one_block_in_memory():
+  """The gradient of a row in several blocks keeps the terms of one block. In one block, it keeps all of them."""
+  shapes = [(1, 4096, *sizes) for sizes in ((1, 8), (1, 8), (2, 8), (2, 1), (2,))]
   *terms, runs = [jax.ShapeDtypeStruct(x, 'float32') for x in shapes] + [jax.ShapeDtypeStruct((1, 4096), 'int32')]
 
-  def temporaries(block):
-    rest = dict(dtype='float32', corrected=True, block=block)
-    gradient = jax.grad(lambda terms, runs: jnp.sum(recurrence.chunked(*terms, runs, **rest)[0] ** 2))
+  def temporary_bytes(block):
+    options = dict(dtype='float32', corrected=True, block=block)
+    gradient = jax.grad(lambda terms, runs: jnp.sum(recurrence.chunked(*terms, runs, **options)[0] ** 2))
     return jax.jit(gradient).lower(terms, runs).compile().memory_analysis().temp_size_in_bytes
 
-  assert temporaries(512) < 0.4 * temporaries(4096)
+  assert temporary_bytes(512) < 0.4 * temporary_bytes(4096)
 
 
-def test_layers_of_a_period_are_computed_again_one_at_a_time():
-  """Without barriers between them XLA computes all layers of the body of the scan again before the first gradient."""
+def test_layers_of_a_period_are_rematerialized_one_at_a_time():
+  """Without barriers between the layers, XLA recomputes all layers of the scanned body before the first gradient."""
   compute = dataclasses.replace(tiny.EXACT, unroll=False, remat='full')
   model = model_lib.build(tiny.hybrid())
   ids = jax.ShapeDtypeStruct((1, 8), 'int32')
@@ -162,8 +170,8 @@ def test_layers_of_a_period_are_computed_again_one_at_a_time():
 
 @pytest.mark.parametrize('family', SAMPLED)
 def test_slots_carry_states_and_keys(family):
-  # The norm behind OLMo's delta rule divides rounding by outputs near 0; with its eps of 1e-5 to 1.6e-5 of a log-prob.
-  model, params = made(family, **(dict(out_norm_eps=1e-3) if family == 'olmo_hybrid' else {}))
+  # The norm after OLMo's delta rule divides by outputs near 0. With its eps of 1e-5, rounding is 1.6e-5 of a log-prob.
+  model, params = model_and_params(family, **(dict(out_norm_eps=1e-3) if family == 'olmo_hybrid' else {}))
   engine = proofs.engine(model, max_new_tokens=24)
   engine.load(params, version=0)
   cache = engine.programs.init.outputs().cache
@@ -185,7 +193,7 @@ def folder(family, tmp_path):
 
 
 @pytest.mark.parametrize('family', MIXERS)
-def test_grpo(folder, tmp_path):
+def test_grpo_trains_hybrid_models(folder, tmp_path):
   proofs.check_grpo(folder, tmp_path / 'run', targets='.*/in_.*|.*/o|layers/q')
 
 
@@ -205,26 +213,26 @@ def test_adapters_and_quantized_bases(tmp_path, family, quantized):
 
 
 @pytest.mark.parametrize('family', [name for name in MIXERS if name != KDA])
-def test_a_resumed_run_is_the_same_to_the_bit(folder, tmp_path):
-  """And exports the modules of the folder that predict several tokens at once."""
-  file, more = tmp_path / 'model/model.safetensors', np.arange(12, dtype=np.float32).reshape(3, 4)
-  tensors = safetensors.numpy.load_file(file) | {'mtp.fc.weight': more}
+def test_resume_is_bitwise_and_exports_multi_token_modules(folder, tmp_path):
+  """The export includes the modules of the folder that predict several tokens at once."""
+  file, mtp_weight = tmp_path / 'model/model.safetensors', np.arange(12, dtype=np.float32).reshape(3, 4)
+  tensors = safetensors.numpy.load_file(file) | {'mtp.fc.weight': mtp_weight}
   safetensors.numpy.save_file(tensors, file, metadata={'format': 'pt'})
   exported = proofs.check_resume(folder, tmp_path)
   assert exported.keys() == tensors.keys()
-  np.testing.assert_array_equal(exported['mtp.fc.weight'], more)
+  np.testing.assert_array_equal(exported['mtp.fc.weight'], mtp_weight)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize('family', ['qwen3_5_text'])
-def test_an_adapter_is_exported_beside_such_modules(folder, tmp_path):
-  """Also where the option for multimodal folders is set, which has no effect on this one."""
+def test_adapter_is_exported_beside_multi_token_modules(folder, tmp_path):
+  """This also holds with the option for multimodal folders, which has no effect on this folder."""
   file = tmp_path / 'model/model.safetensors'
-  more = {'mtp.fc.weight': np.zeros((3, 4), np.float32)}
-  safetensors.numpy.save_file(safetensors.numpy.load_file(file) | more, file, metadata={'format': 'pt'})
+  mtp_tensors = {'mtp.fc.weight': np.zeros((3, 4), np.float32)}
+  safetensors.numpy.save_file(safetensors.numpy.load_file(file) | mtp_tensors, file, metadata={'format': 'pt'})
   config = tiny.run_config(folder, lora=dict(rank=2), train=dict(steps=1), save=dict(export=True))
   jaxpost.run(tiny.merged(config, dict(model=dict(text_only=True))), tmp_path / 'run')
-  assert more.keys() < proofs.exported(tmp_path / 'run').keys()
+  assert mtp_tensors.keys() < proofs.exported(tmp_path / 'run').keys()
   assert (tmp_path / 'run/export/adapter/adapter_config.json').exists()
 
 
@@ -236,13 +244,13 @@ def test_pages_are_refused_before_weights_are_loaded(folder, size, words):
 
 
 @pytest.mark.parametrize('family', ['qwen3_5_text'])
-def test_pages_do_not_matter_to_a_stage_that_samples_nothing(folder):
+def test_page_size_is_ignored_by_a_stage_that_samples_nothing(folder):
   (stage,) = prepare.prepare_all(tiny.run_config(folder, rollout=dict(page_size=8)))
   stage.close()
 
 
 def test_pages_branches_and_split_rows_are_refused():
-  model, params = made('qwen3_5_text')
+  model, params = model_and_params('qwen3_5_text')
   with pytest.raises(InputError, match='^config.rollout.page_size: .*set it to 0$'):
     proofs.engine(model, page_size=4)
   assert not proofs.engine(model).can_reuse_cache
@@ -254,7 +262,7 @@ def test_pages_branches_and_split_rows_are_refused():
 @pytest.mark.parametrize('family', ['qwen3_5_text'])
 @pytest.mark.parametrize('algorithm', ['dpo', pytest.param('online_dpo', marks=pytest.mark.ci)])
 def test_pairs_share_no_prompt(folder, algorithm, tmp_path, caplog):
-  """By default they do, with models that can read such rows; the line says what is done here."""
+  """Other models share prompts by default. The log says that recurrent models do not."""
   data = dict(path='generated:arithmetic_pairs:max=9,ops=+,split=train,size=20')
   config = tiny.run_config(folder, algorithm=algorithm, data=data, train=dict(steps=2))
   if algorithm == 'online_dpo':
@@ -309,14 +317,14 @@ KIMI = dict(
     (dict(kv_lora_rank=None), 'kv_lora_rank'),
   ],
 )
-def test_what_kimi_linear_lacks_here_is_refused_by_name(fields, words):
+def test_unsupported_kimi_linear_config_is_refused(fields, words):
   with pytest.raises(InputError, match=f'^config.json: .*{words}') as e:
     config_json.from_hf(KIMI | fields, 'config.json')
   assert '\n' not in str(e.value)
 
 
 def test_kimi_linear_is_written_as_it_is_published():
-  """For readers that know the layers only from `linear_attn_config`, and dense layers only as `mlp`."""
+  """Some readers know the layers only from `linear_attn_config`, and dense layers only as `mlp`."""
   cfg, _ = config_json.from_hf(KIMI, 'here')
   written = config_export.to_hf(cfg)
   assert written['linear_attn_config'] == KIMI['linear_attn_config']
@@ -336,7 +344,7 @@ RAW = dict(
 )
 
 
-def test_layers_follow_the_interval_where_no_types_are_given():
+def test_layers_follow_the_interval_where_layer_types_are_missing():
   cfg, unread = config_json.from_hf(RAW, 'config.json')
   assert cfg.mixers == ('delta', 'delta', 'delta', 'layers') * 2 and not unread
   assert cfg.rotary_dim == 64 and cfg.experts.shared_gate and cfg.joined
@@ -361,7 +369,7 @@ def test_layers_follow_the_interval_where_no_types_are_given():
     (dict(attn_output_gate=False), 'attn_output_gate'),
   ],
 )
-def test_what_is_not_built_is_refused_by_name(fields, words):
+def test_unsupported_qwen3_next_config_is_refused(fields, words):
   with pytest.raises(InputError, match=f'^config.json: .*{words}') as e:
     config_json.from_hf(RAW | fields, 'config.json')
   assert '\n' not in str(e.value)
@@ -421,13 +429,13 @@ def test_granite_is_read_as_it_is_published():
     (dict(hidden_act='gelu'), 'hidden_act'),
   ],
 )
-def test_what_granite_lacks_here_is_refused_by_name(fields, words):
+def test_unsupported_granite_config_is_refused(fields, words):
   with pytest.raises(InputError, match=f'^config.json: .*{words}') as e:
     config_json.from_hf(GRANITE | fields, 'config.json')
   assert '\n' not in str(e.value)
 
 
-def test_what_lfm2_derives_is_written_as_it_is():
+def test_sizes_that_lfm2_derives_are_written_explicitly():
   cfg, unread = config_json.from_hf(LFM2 | dict(block_multiple_of=10, conv_dim=32, use_pos_enc=True), 'config.json')
   assert cfg.mixers == ('convolution', 'convolution', 'layers', 'layers') and not unread
   assert (cfg.intermediate_size, cfg.tie_embeddings, cfg.norm_eps, cfg.taps) == (40, False, 1e-4, 3)
@@ -452,26 +460,26 @@ def test_what_lfm2_derives_is_written_as_it_is():
     (dict(hidden_act='gelu'), 'hidden_act'),
   ],
 )
-def test_what_lfm2_lacks_here_is_refused_by_name(fields, words):
+def test_unsupported_lfm2_config_is_refused(fields, words):
   with pytest.raises(InputError, match=f'^config.json: .*{words}') as e:
     config_json.from_hf(LFM2 | fields, 'config.json')
   assert '\n' not in str(e.value)
 
 
-def test_folders_may_hold_modules_for_several_tokens(tmp_path):
-  """Folders of Qwen do, without a field for it. Any other unknown tensor is still refused."""
+def test_folder_may_hold_multi_token_modules_but_no_other_unknown_tensor(tmp_path):
+  """Folders of Qwen hold such modules without a config field for them."""
   model = model_lib.build(tiny.hybrid(num_layers=2, mixers=('delta', 'layers')))
   hf_export.save(tmp_path, model, tiny.params(model))
   file = tmp_path / 'model.safetensors'
-  tensors, more = safetensors.numpy.load_file(file), np.zeros((3, 4), np.float32)
-  safetensors.numpy.save_file(tensors | {'mtp.fc.weight': more}, file, metadata={'format': 'pt'})
+  tensors, extra = safetensors.numpy.load_file(file), np.zeros((3, 4), np.float32)
+  safetensors.numpy.save_file(tensors | {'mtp.fc.weight': extra}, file, metadata={'format': 'pt'})
   hf.check(tmp_path, model.config)
-  safetensors.numpy.save_file(tensors | {'other.fc.weight': more}, file, metadata={'format': 'pt'})
+  safetensors.numpy.save_file(tensors | {'other.fc.weight': extra}, file, metadata={'format': 'pt'})
   with pytest.raises(InputError, match='other.fc.weight'):
     hf.check(tmp_path, model.config)
 
 
-def test_sizes_are_those_that_are_published():
+def test_parameter_counts_are_those_published():
   shape = dict(
     vocab_size=151_936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=16, num_key_value_heads=2
   )
@@ -536,17 +544,17 @@ def test_published_configs_are_read(raw, size, active):
     (OLMO, dict(linear_allow_neg_eigval='no'), 'linear_allow_neg_eigval'),
   ],
 )
-def test_what_these_lack_here_is_refused_by_name(raw, fields, words):
+def test_unsupported_nemotron_lfm2_moe_and_olmo_configs_are_refused(raw, fields, words):
   with pytest.raises(InputError, match=f'^config.json: .*{words}') as e:
     config_json.from_hf(raw | fields, 'config.json')
   assert '\n' not in str(e.value)
 
 
-def test_the_sum_of_chosen_sigmoids_is_kept_from_zero():
-  """By 1e-6 in LFM2-MoE, which shows where all experts are unlikely."""
+def test_router_adds_epsilon_to_the_sum_of_chosen_sigmoids():
+  """The 1e-6 of LFM2-MoE makes a difference where all experts are unlikely."""
   cfg = tiny.hybrid('lfm2_moe')
   assert config_json.from_hf(LFM2_MOE, 'here')[0].experts.epsilon == cfg.experts.epsilon == 1e-6
   router = np.full((2, 5), -6.0, np.float32)
   weights, _ = routing.route({'router': router}, np.ones((1, 1, 2), np.float32), cfg.experts)
-  one = 1 / (1 + np.exp(12.0))
-  np.testing.assert_allclose(weights[0, 0], 1.7 * one / (2 * one + 1e-6), rtol=1e-5)
+  sigmoid = 1 / (1 + np.exp(12.0))
+  np.testing.assert_allclose(weights[0, 0], 1.7 * sigmoid / (2 * sigmoid + 1e-6), rtol=1e-5)

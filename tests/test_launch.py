@@ -1,7 +1,7 @@
-"""The commands that use a run: export, sample, inspect and evaluate.
+"""Tests of the commands that use a run (export, sample, inspect, evaluate), and flags of plan, report, bench and chat.
 
-One quickstart run, shrunk, serves all of them. Commands run in this process,
-by the way that `jaxpost VERB` takes, so that JAX starts once.
+All of them use one shrunk quickstart run. Commands run in this process, by the same
+entry point as `jaxpost VERB`, so that JAX starts only once.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from jaxpost.errors import InputError
 from jaxpost.formats import hf, hf_export
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(CLONE))  # which a plain `pytest` does not have
+sys.path.insert(0, str(CLONE))  # a plain `pytest` does not put the clone on the path
 
 from configs import quickstart  # noqa: E402
 from launch import main as command  # noqa: E402
@@ -47,12 +47,12 @@ def run(tmp_path_factory):
     stage.train.steps = 2
   config.sft.train.update(batch_size=2, row_length=64)
   config.sft.save = dict(every=1)
-  # Few shapes: most of this is compilation.
+  # Few shapes, because most of the time is compilation.
   config.rollout.update(max_new_tokens=4, max_prompt_length=32, slots=4)
   config.grpo.rollout.update(prompts=2, group_size=2)
   config.grpo.rl.kl_coef = 0.0
   root = tmp_path_factory.mktemp('launch')
-  # A reward that tells any two completions apart.
+  # Any two completions get different rewards.
   (root / 'grade.py').write_text(
     'def grade(completion_ids, **_):\n'
     '  return [sum(n * i for n, i in enumerate(c, 1)) % 97 / 97 for c in'
@@ -66,48 +66,48 @@ def run(tmp_path_factory):
 
 @pytest.fixture
 def call(monkeypatch, capfd):
-  """call(verb, *flags) -> (exit code, stdout, stderr)."""
+  """Returns a function call(verb, *flags) -> (exit code, stdout, stderr) that runs a command in this process."""
 
   def call(verb, *args):
-    sys.modules.pop(f'launch.{verb}', None)  # defines its flags anew
-    monkeypatch.setattr(sys, 'argv', [])  # put back in the end
+    sys.modules.pop(f'launch.{verb}', None)  # its import defines the flags again
+    monkeypatch.setattr(sys, 'argv', [])  # is restored at the end of the test
     capfd.readouterr()
-    with own_flags(), pytest.raises(SystemExit) as left:
+    with own_flags(), pytest.raises(SystemExit) as exit_info:
       command.main([verb, *map(str, args)])
     out, err = capfd.readouterr()
-    return left.value.code or 0, out, err
+    return exit_info.value.code or 0, out, err
 
   return call
 
 
 @contextlib.contextmanager
 def own_flags():
-  """One process has one set of flags: those of a command come and go."""
+  """Removes the flags of other commands inside of the block, as absl has one set of flags per process."""
   app.define_help_flags()
 
-  def take_away():
-    found = flags.FLAGS.find_module_defining_flag
-    mine = {
+  def remove_command_flags():
+    module_of = flags.FLAGS.find_module_defining_flag
+    command_flags = {
       name: flags.FLAGS[name]
       for name in flags.FLAGS
-      if name.split('.')[0] == 'config' or (found(name, 'launch.').startswith('launch.'))
+      if name.split('.')[0] == 'config' or (module_of(name, 'launch.').startswith('launch.'))
     }
-    for name in mine:
+    for name in command_flags:
       delattr(flags.FLAGS, name)
     flags.FLAGS.unparse_flags()
-    return mine
+    return command_flags
 
-  others = take_away()
+  saved = remove_command_flags()
   try:
     yield
   finally:
-    take_away()
-    for name, flag in others.items():
+    remove_command_flags()
+    for name, flag in saved.items():
       flags.FLAGS[name] = flag
 
 
-def refused(result, code, *words):
-  """The command ended with this code and one line that has these words."""
+def assert_refused(result, code, *words):
+  """Asserts that the command ended with this exit code and one line of error that has these words."""
   assert result[0] == code, result
   assert not result[1]
   lines = [x for x in result[2].splitlines() if x.startswith('jaxpost: ')]
@@ -116,8 +116,8 @@ def refused(result, code, *words):
     assert word in lines[0], lines[0]
 
 
-def elsewhere(run, folder, stage, **changes):
-  """Reads the run's copy of what a stage needs, in a process with other devices."""
+def copy_with_other_mesh(run, folder, stage, **changes):
+  """Copies the config and the checkpoints of a stage into `folder`, with a mesh of more devices than there are here."""
   shutil.copytree(run / 'checkpoints' / stage, folder / 'checkpoints' / stage)
   config = json.loads((run / 'config.json').read_text())
   config['mesh'] = dict(train='fsdp=64', rollout='data=64')
@@ -132,12 +132,12 @@ def weights(folder):
 # ------------------------------------------------------------------- export
 
 
-def test_folders_under_home_are_the_same_to_all_checks(call, run, tmp_path, monkeypatch):
-  """No shell expands ~ within a word: another folder was looked at than was replaced."""
+def test_export_expands_home_for_its_checks_and_for_writing(call, run, tmp_path, monkeypatch):
+  """No shell expands ~ inside of a word, so the check of the folder and the writer must expand it in the same way."""
   monkeypatch.setenv('HOME', str(tmp_path))
   (tmp_path / 'models').mkdir()
   (tmp_path / 'models' / 'mine.txt').write_text('years of work')
-  refused(call('export', f'--run={run}', '--out=~/models'), 2, f'{tmp_path}/models', 'is no export')
+  assert_refused(call('export', f'--run={run}', '--out=~/models'), 2, f'{tmp_path}/models', 'is no export')
   assert (tmp_path / 'models' / 'mine.txt').read_text() == 'years of work'
   with pytest.raises(InputError, match='is no export'):
     hf_export.check_target('~/models')  # from Python
@@ -146,14 +146,14 @@ def test_folders_under_home_are_the_same_to_all_checks(call, run, tmp_path, monk
   assert 'how it was made' in (tmp_path / 'new' / 'README.md').read_text()
 
 
-def test_export_equals_that_of_the_run(run, call, tmp_path):
+def test_export_command_writes_the_same_files_as_the_run(run, call, tmp_path):
   out = tmp_path / 'out'
   code, stdout, stderr = call('export', f'--run={run}', f'--out={out}')
   assert code == 0 and stdout == f'{out}\n'
   assert 'step 2 of stage grpo' in stderr
-  mine, its = weights(out), weights(run / 'export')
-  assert mine.keys() == its.keys()
-  assert all(np.array_equal(mine[k], its[k]) for k in its)
+  exported, expected = weights(out), weights(run / 'export')
+  assert exported.keys() == expected.keys()
+  assert all(np.array_equal(exported[k], expected[k]) for k in expected)
   assert {f.name for f in out.iterdir()} == {f.name for f in (run / 'export').iterdir()}
 
 
@@ -162,20 +162,22 @@ def test_export_of_a_stage_and_a_step_loads_in_transformers(run, call, tmp_path)
   import transformers
 
   out = tmp_path / 'out'
-  bare = elsewhere(run, tmp_path / 'bare', 'sft', reward='./gone.py:reward', data=dict(map='./gone.py:map'))
-  code, _, stderr = call('export', f'--run={bare}', '--stage=sft', '--step=1', f'--out={out}')
+  copied_run = copy_with_other_mesh(
+    run, tmp_path / 'bare', 'sft', reward='./gone.py:reward', data=dict(map='./gone.py:map')
+  )
+  code, _, stderr = call('export', f'--run={copied_run}', '--stage=sft', '--step=1', f'--out={out}')
   assert code == 0 and 'step 1 of stage sft' in stderr
-  last = weights(run / 'export')
-  assert any(not np.array_equal(v, last[k]) for k, v in weights(out).items())
-  theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+  last_weights = weights(run / 'export')
+  assert any(not np.array_equal(v, last_weights[k]) for k, v in weights(out).items())
+  network = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
   tokenizer = transformers.AutoTokenizer.from_pretrained(out)
   ids = np.array([tokenizer('17+25=')['input_ids']])
   with torch.no_grad():
-    want = theirs(torch.tensor(ids)).logits.numpy()
+    expected = network(torch.tensor(ids)).logits.numpy()
   model = tiny.model_lib.build(hf.read_config(out))
   params = hf.load_params(out, model, model.shardings(tiny.one_device()), 'float32')
-  have = tiny.logits(model, params, ids)
-  assert tiny.largest(have - want) <= 3e-5 * tiny.largest(want)
+  actual = tiny.logits(model, params, ids)
+  assert tiny.largest(actual - expected) <= 3e-5 * tiny.largest(expected)
 
 
 @pytest.mark.parametrize(
@@ -191,20 +193,20 @@ def test_export_of_a_stage_and_a_step_loads_in_transformers(run, call, tmp_path)
   ],
 )
 def test_export_refuses(run, call, tmp_path, flag, code, words):
-  given = {'--run': run, '--out': tmp_path / 'out'}
+  arguments = {'--run': run, '--out': tmp_path / 'out'}
   name, _, value = flag.format(run=run).partition('=')
-  given[name] = value
-  result = call('export', *(f'{k}={v}' if v else k for k, v in given.items()))
-  refused(result, code, *words)
+  arguments[name] = value
+  result = call('export', *(f'{k}={v}' if v else k for k, v in arguments.items()))
+  assert_refused(result, code, *words)
   assert not (tmp_path / 'out').exists()
 
 
-def test_damaged_steps_are_passed_over_with_a_word(run, call, tmp_path):
-  copy = elsewhere(run, tmp_path / 'run', 'sft')
-  args = f'--run={copy}', f'--out={tmp_path / "out"}'
+def test_export_skips_damaged_checkpoints_with_a_warning(run, call, tmp_path):
+  copied_run = copy_with_other_mesh(run, tmp_path / 'run', 'sft')
+  args = f'--run={copied_run}', f'--out={tmp_path / "out"}'
 
   def damage(step):
-    for file in (copy / f'checkpoints/sft/{step}/state').rglob('*'):
+    for file in (copied_run / f'checkpoints/sft/{step}/state').rglob('*'):
       if file.is_file() and file.stat().st_size > 1000:
         data = bytearray(file.read_bytes())
         data[500] ^= 1
@@ -213,21 +215,21 @@ def test_damaged_steps_are_passed_over_with_a_word(run, call, tmp_path):
   damage(2)
   code, _, err = call('export', *args)
   assert code == 0 and 'using step 1 of' in err and '2 is damaged' in err
-  refused(call('export', *args, '--step=2'), 3, 'no usable', 'step 2')
+  assert_refused(call('export', *args, '--step=2'), 3, 'no usable', 'step 2')
   damage(1)
-  refused(call('export', *args), 3, 'no usable checkpoint')
-  shutil.rmtree(copy / 'checkpoints')
-  refused(call('export', *args), 3, 'no checkpoint')
+  assert_refused(call('export', *args), 3, 'no usable checkpoint')
+  shutil.rmtree(copied_run / 'checkpoints')
+  assert_refused(call('export', *args), 3, 'no checkpoint')
 
 
 # ------------------------------------------------------------------- sample
 
 
-def test_sample_tells_the_greedy_story(shared_data, call, tmp_path):
+def test_greedy_sample_matches_golden_text_of_stories260k(shared_data, call, tmp_path):
   story = json.loads((shared_data('stories260K') / 'golden_greedy.json').read_text())
   # A space that begins a completion is kept.
-  start, rest = story['greedy_text'][:11], story['greedy_text'][11:]
-  assert rest.startswith(' ')
+  start, continuation = story['greedy_text'][:11], story['greedy_text'][11:]
+  assert continuation.startswith(' ')
   model = tiny.after_bos(shared_data(STORY), tmp_path / 'model')
   args = (f'--model={model}', '--temperature=0', '--nochat', '--max_new_tokens=16')
   prompts = '--prompt=', f'--prompt={start}'
@@ -236,37 +238,37 @@ def test_sample_tells_the_greedy_story(shared_data, call, tmp_path):
   for line in out.splitlines():
     assert len(line) > 25 and story['greedy_text'].startswith(line)
   code, out, _ = call('sample', *args, *prompts, '--json')
-  whole, row = map(json.loads, out.splitlines())
-  assert rest.startswith(row['completion'])
+  from_nothing, row = map(json.loads, out.splitlines())
+  assert continuation.startswith(row['completion'])
   assert row['tokens'] == 16 and not row['finished'] and row['prompt'] == start
-  assert whole['prompt'] == ''
+  assert from_nothing['prompt'] == ''
   (tmp_path / 'prompts.txt').write_text(f'{start}\n')
   code, out, _ = call('sample', *args, f'--file={tmp_path}/prompts.txt')
   assert code == 0 and story['greedy_text'].startswith(out.strip())
-  refused(call('sample', *args, '--chat', '--prompt=x'), 2, 'chat template')
+  assert_refused(call('sample', *args, '--chat', '--prompt=x'), 2, 'chat template')
 
 
-def test_sample_draws_from_a_run_and_its_export_alike(run, call, tmp_path):
-  file = tmp_path / 'prompts.jsonl'
-  file.write_text('{"prompt": "1+1="}\n{"messages": [{"role": "user", "content": "2+2="}]}\n')
-  args = ('--json', '--n=2', '--max_new_tokens=4', f'--file={file}', '--prompt=17+25=')
+def test_sample_draws_the_same_completions_from_a_run_and_its_export(run, call, tmp_path):
+  prompt_file = tmp_path / 'prompts.jsonl'
+  prompt_file.write_text('{"prompt": "1+1="}\n{"messages": [{"role": "user", "content": "2+2="}]}\n')
+  args = ('--json', '--n=2', '--max_new_tokens=4', f'--file={prompt_file}', '--prompt=17+25=')
   code, out, err = call('sample', f'--run={run}', *args)
   assert code == 0
   rows = [json.loads(line) for line in out.splitlines()]
-  asked = ['1+1=', '2+2=', '17+25=']
+  questions = ['1+1=', '2+2=', '17+25=']
   assert [(r['prompt'] if r['prompt'] == '1+1=' else r['prompt'][-1]['content'], r['sample']) for r in rows] == [
-    (prompt, n) for prompt in asked for n in range(2)
+    (prompt, n) for prompt in questions for n in range(2)
   ]
-  assert "--prompt: is a user's message" in err and f'{file}: its plain text is continued' in err
+  assert "--prompt: is a user's message" in err and f'{prompt_file}: its plain text is continued' in err
   assert rows[0]['completion'] != rows[1]['completion']
   assert all(r['logprob'] < 0 and 1 <= r['tokens'] <= 4 for r in rows)
   folder = f'--model={run / "export"}'
-  same = [json.loads(x) for x in call('sample', folder, *args)[1].splitlines()]
-  assert [r['completion'] for r in same] == [r['completion'] for r in rows]
+  rows_of_export = [json.loads(x) for x in call('sample', folder, *args)[1].splitlines()]
+  assert [r['completion'] for r in rows_of_export] == [r['completion'] for r in rows]
   code, out, err = call('sample', folder, *args, '--chat')
-  assert [json.loads(x)['prompt'][-1]['content'] for x in out.splitlines()[::2]] == asked and 'prompt' not in err
-  other = call('sample', folder, *args, '--seed=1')[1]
-  assert [json.loads(x)['completion'] for x in other.splitlines()] != [r['completion'] for r in rows]
+  assert [json.loads(x)['prompt'][-1]['content'] for x in out.splitlines()[::2]] == questions and 'prompt' not in err
+  other_seed = call('sample', folder, *args, '--seed=1')[1]
+  assert [json.loads(x)['completion'] for x in other_seed.splitlines()] != [r['completion'] for r in rows]
 
 
 @pytest.mark.parametrize(
@@ -279,7 +281,7 @@ def test_sample_draws_from_a_run_and_its_export_alike(run, call, tmp_path):
   ],
 )
 def test_sample_refuses(call, args, words):
-  refused(call('sample', *args), 2, *words)
+  assert_refused(call('sample', *args), 2, *words)
 
 
 # ------------------------------------------------------------------ inspect
@@ -312,32 +314,32 @@ def test_inspect_shows_rows_prompts_and_rewards(call):
   ],
 )
 def test_inspect_refuses(call, args, words):
-  refused(call('inspect', *args), 2, *words)
+  assert_refused(call('inspect', *args), 2, *words)
 
 
-def test_inspect_works_where_it_is_installed(tmp_path):
-  """Laid out as the wheel does, away from the clone, with a user's config."""
-  site, away = tmp_path / 'site', tmp_path / 'away'
+def test_inspect_works_from_an_installed_package(tmp_path):
+  """Files are laid out as in the wheel, away from the clone. The config is a user's own."""
+  site, workdir = tmp_path / 'site', tmp_path / 'away'
   no_caches = shutil.ignore_patterns('__pycache__')
   shutil.copytree(CLONE / 'jaxpost', site / 'jaxpost', ignore=no_caches)
   for name in ('launch', 'configs'):
     shutil.copytree(CLONE / name, site / 'jaxpost' / name, ignore=no_caches)
-  away.mkdir()
-  (away / 'train.jsonl').write_text('{"prompt": "a [b]", "completion": "c"}\n')
-  (away / 'my.py').write_text(
+  workdir.mkdir()
+  (workdir / 'train.jsonl').write_text('{"prompt": "a [b]", "completion": "c"}\n')
+  (workdir / 'my.py').write_text(
     'import ml_collections\nfrom jaxpost.stage.config import defaults\n'
     'def get_config():\n  config = ml_collections.ConfigDict(defaults())\n'
     "  config.data.path = 'train.jsonl'\n  return config\n"
   )
-  done = subprocess.run(
+  result = subprocess.run(
     [sys.executable, '-c', 'from jaxpost.launch import main; main.main()', 'inspect', '--config=my.py'],
-    cwd=away,
+    cwd=workdir,
     text=True,
     capture_output=True,
     env=os.environ | {'PYTHONPATH': str(site)},
   )
-  assert done.returncode == 0, done.stderr
-  assert 'train.jsonl:1: 7 tokens' in done.stdout and 'a [b]c' in done.stdout
+  assert result.returncode == 0, result.stderr
+  assert 'train.jsonl:1: 7 tokens' in result.stdout and 'a [b]c' in result.stdout
 
 
 # ----------------------------------------------------------------- evaluate
@@ -349,35 +351,35 @@ def last_eval(run, stage, split='eval'):
 
 
 @pytest.mark.parametrize('stage', ['sft', 'grpo'])
-def test_evaluate_measures_what_training_did(run, call, tmp_path, stage):
-  there = elsewhere(run, tmp_path / 'there', stage)
-  code, out, _ = call('evaluate', f'--run={there}')
+def test_evaluate_reproduces_the_last_evaluation_of_training(run, call, tmp_path, stage):
+  copied_run = copy_with_other_mesh(run, tmp_path / 'there', stage)
+  code, out, _ = call('evaluate', f'--run={copied_run}')
   assert code == 0
-  have, want = json.loads(out), last_eval(run, stage)
-  assert (have['stage'], have['step'], have['rows']) == (stage, 2, 4)
-  assert have['weights'] == str(there) and 'split=test' in have['data']
-  names = {k for k in want if not k.startswith('time/')} - {'stage', 'split', 'step'}
+  actual, expected = json.loads(out), last_eval(run, stage)
+  assert (actual['stage'], actual['step'], actual['rows']) == (stage, 2, 4)
+  assert actual['weights'] == str(copied_run) and 'split=test' in actual['data']
+  names = {k for k in expected if not k.startswith('time/')} - {'stage', 'split', 'step'}
   assert {'pass@1', 'pass@2'} <= names and ('loss' in names) == (stage == 'sft')
   for name in names:
-    assert have[name] == pytest.approx(want[name], rel=1e-5), name
+    assert actual[name] == pytest.approx(expected[name], rel=1e-5), name
 
 
-def test_evaluate_takes_other_data_and_folders(run, call, tmp_path):
+def test_evaluate_accepts_other_data_and_a_model_folder(run, call, tmp_path):
   data = tmp_path / 'held_out.jsonl'
   data.write_text('{"prompt": "1+1=", "completion": "2", "answer": "2"}\n' * 3)
   args = f'--data={data}', '--samples=0'
   code, out, _ = call('evaluate', f'--run={run}', '--stage=sft', *args)
   assert code == 0
-  have = json.loads(out)
-  assert have['rows'] == 3 and have['data'] == str(data)
-  assert 'pass@1' not in have
+  of_run = json.loads(out)
+  assert of_run['rows'] == 3 and of_run['data'] == str(data)
+  assert 'pass@1' not in of_run
   code, out, _ = call(
     'evaluate', f'--model={run / "export"}', '--stage=sft', QUICKSTART, '--config.model.dtype=float32', *args
   )
   assert code == 0
-  folder = json.loads(out)
-  assert folder['loss'] != have['loss']
-  assert folder['loss'] == pytest.approx(have['loss'], rel=0.2)
+  of_folder = json.loads(out)
+  assert of_folder['loss'] != of_run['loss']
+  assert of_folder['loss'] == pytest.approx(of_run['loss'], rel=0.2)
 
 
 @pytest.mark.parametrize(
@@ -390,7 +392,7 @@ def test_evaluate_takes_other_data_and_folders(run, call, tmp_path):
   ],
 )
 def test_evaluate_refuses(run, call, args, words):
-  refused(call('evaluate', *(a.format(run=run) for a in args)), 2, *words)
+  assert_refused(call('evaluate', *(a.format(run=run) for a in args)), 2, *words)
 
 
 # ------------------------------------------------- flags that would do nothing
@@ -420,12 +422,12 @@ CPU, FITS = '--topology=cpu', ('--fits', '--model=qwen3_0_6b')
   ],
 )
 def test_flags_that_would_do_nothing_are_refused(call, verb, flag, given, when):
-  refused(call(verb, *given, flag), 2, f'{flag.partition("=")[0]} does nothing {when}', 'leave it out')
+  assert_refused(call(verb, *given, flag), 2, f'{flag.partition("=")[0]} does nothing {when}', 'leave it out')
 
 
 @pytest.mark.parametrize('price', ['-1', 'nan', 'inf', 'x', 'H100=1'])
-def test_a_price_is_a_number_from_0(call, price):
-  refused(call('plan', QUICKSTART, CPU, f'--price={price}'), 2, f'--price: {price!r}: write US dollars')
+def test_price_that_is_no_number_from_0_is_refused(call, price):
+  assert_refused(call('plan', QUICKSTART, CPU, f'--price={price}'), 2, f'--price: {price!r}: write US dollars')
 
 
 # --------------------------------------------------------------------- help
@@ -438,49 +440,51 @@ def test_help_has_examples(call, verb):
   assert '  --step' in out or verb == 'inspect'
 
 
-def test_what_fits_names_its_own_flag_and_no_folder_in_vain(call):
-  refused(call('plan', '--fits', '--model=qwen3_80b'), 2, "--model: no shape is called 'qwen3_80b'; did you mean")
+def test_plan_fits_refuses_unknown_shape_and_prints_no_folder_placeholder(call):
+  assert_refused(
+    call('plan', '--fits', '--model=qwen3_80b'), 2, "--model: no shape is called 'qwen3_80b'; did you mean"
+  )
   code, out, _ = call('plan', '--fits', '--model=qwen3_8b', '--devices=T4', '--methods=sft')
   assert code == 0 and 'NO' in out and 'FOLDER' not in out
 
 
-def test_what_fits_of_a_run(run, call, tmp_path):
-  """Its shape is that of its last stage; a folder with spaces is one word of the command for a shell."""
+def test_plan_fits_quotes_the_folder_of_a_run(run, call, tmp_path):
+  """The shape is that of the run's last stage, and the shell reads a folder with spaces as one word of the command."""
   (tmp_path / 'my run').symlink_to(run)
   code, out, err = call('plan', '--fits', f'--model={tmp_path}/my run', '--devices=T4', '--methods=sft')
   assert code == 0, err
   assert shlex.split(out.splitlines()[0])[6] == f'--config=configs/sft_gsm8k.py:model={tmp_path}/my run'
 
 
-def test_the_config_that_a_run_has_saved_is_a_config(run, call):
+def test_inspect_accepts_the_saved_config_of_a_run(run, call):
   code, out, err = call('inspect', f'--config={run}/config.json', '--stage=sft', '--config.sft.train.steps=1')
   assert code == 0, err
-  refused(call('inspect', f'--config={run}/confg.json'), 2, f'did you mean {run}/config.json')
-  refused(call('inspect', f'{run}/config.json'), 2, f'write --config={run}/config.json')
+  assert_refused(call('inspect', f'--config={run}/confg.json'), 2, f'did you mean {run}/config.json')
+  assert_refused(call('inspect', f'{run}/config.json'), 2, f'write --config={run}/config.json')
 
 
-def test_a_folder_without_its_flag(call, tmp_path):
-  refused(call('report', tmp_path), 2, f"'{tmp_path}' is no flag; write --run={tmp_path}")
-  refused(call('report', tmp_path / 'no'), 2, '--run is the folder of a run')
+def test_folder_without_its_flag_is_refused_with_the_flag_to_write(call, tmp_path):
+  assert_refused(call('report', tmp_path), 2, f"'{tmp_path}' is no flag; write --run={tmp_path}")
+  assert_refused(call('report', tmp_path / 'no'), 2, '--run is the folder of a run')
 
 
-def test_a_chat_has_one_answer_to_a_message(call):
+def test_chat_has_no_flag_for_the_number_of_answers(call):
   assert '--n:' not in call('chat', '--help')[1] and '--n:' in call('sample', '--help')[1]
-  refused(call('chat', '--run=x', '--n=2'), 2, '--n: there is no such flag')
+  assert_refused(call('chat', '--run=x', '--n=2'), 2, '--n: there is no such flag')
 
 
 def test_ctrl_c_prints_no_traceback():
-  """The process ends by the signal, as a shell expects that waits for it in a loop."""
+  """The process ends by the signal itself, so that a shell that runs it in a loop stops the loop."""
   script = 'import signal\nfrom launch import exits\nexits.run(lambda argv: signal.raise_signal(signal.SIGINT), ["x"])'
-  done = subprocess.run([sys.executable, '-c', script], capture_output=True, text=True, cwd=CLONE)
-  assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, '', 'interrupted\n')
+  result = subprocess.run([sys.executable, '-c', script], capture_output=True, text=True, cwd=CLONE)
+  assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, '', 'interrupted\n')
 
 
-def test_usage_into_a_closed_pipe():
-  """Output goes to a pipe whose reader has ended, as in `| head`."""
-  unread, output = os.pipe()
-  os.close(unread)
+def test_help_into_a_closed_pipe_exits_silently():
+  """The reader of the pipe has ended, as in `| head`."""
+  read_end, write_end = os.pipe()
+  os.close(read_end)
   command = [sys.executable, '-m', 'launch.main', '--help']
-  done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, cwd=CLONE)
-  os.close(output)
-  assert (done.returncode, done.stderr) == (141, b'')
+  result = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, cwd=CLONE)
+  os.close(write_end)
+  assert (result.returncode, result.stderr) == (141, b'')

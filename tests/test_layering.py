@@ -1,8 +1,8 @@
-"""The shape of the code: who may import whom, and how large things may get.
+"""Tests of the code structure: imports between packages, sizes of files and functions, and style rules.
 
-Each rule is a function of a `Tree` that returns its complaints, one line each:
-where, what, and what to do. `test_rule` holds the clone to all of them;
-`test_rule_can_fail` plants one violation of each in a copy of the text.
+Each rule is a generator function of a `Tree` (the parsed clone) that yields one line per
+violation: where, what, and what to do. `test_rule` checks that the clone has none;
+`test_rule_can_fail` plants one violation of each rule in a copy of the text.
 """
 
 import ast
@@ -18,8 +18,8 @@ from reading import CLONE, Tree, called, has_code, read
 
 pytestmark = pytest.mark.core
 
-# Imports point strictly down: to a room in a lower row, or inside one room. A
-# room is a folder of jaxpost/ or a file at its root; top row first.
+# A module imports only from its own package or from one in a lower row. A package
+# here is a folder of jaxpost/ or a file at its root. The top row comes first.
 ROWS = (
   ('launch', 'configs', 'notebooks'),
   ('tools', '__init__'),
@@ -37,7 +37,7 @@ ROWS = (
   ('imports', 'matmul', 'types'),
   ('errors',),
 )
-ROW = {room: -row for row, rooms in enumerate(ROWS) for room in rooms}
+ROW = {package: -row for row, packages in enumerate(ROWS) for package in packages}
 
 # The modules that may import a dependency; all others go through them.
 GATES = {
@@ -61,22 +61,22 @@ FORBIDDEN = ('torch', 'tensorflow', 'clu', 'seqio', 'ray', 'chex')
 PICKLES = ('pickle', 'cPickle', 'cloudpickle', 'dill', 'joblib', 'shelve', 'marshal')
 GENERIC = ('launch', 'configs', 'tests', 'notebooks')
 
-# All programs of a run are compiled in programs/; hardware/ times and checks
-# devices with small ones of its own.
+# All programs of a run are compiled in programs/. hardware/ compiles small programs
+# of its own, with which it times and checks devices.
 JITS = ('jaxpost/programs/', 'jaxpost/hardware/')
 
-# Rooms whose public functions are all typed; none leaves this list.
+# Packages whose public functions all have type annotations. No package may leave this list.
 TYPED = ('algorithms', 'data', 'distributed', 'environments', 'formats', 'hardware', 'imports', 'loop', 'losses')
 TYPED += ('matmul', 'models', 'monitor', 'planning', 'programs', 'rewards', 'rl', 'roles', 'rollout', 'stage')
 TYPED += ('stages', 'storage', 'testing', 'tools', 'types', 'workers')
 
-MAX_FILE, MAX_FUNCTION, MAX_MAIN, MAX_FIELDS = 400, 60, 80, 32
+MAX_FILE, MAX_FUNCTION, MAX_MAIN, MAX_FIELDS = 400, 60, 80, 32  # lines, and fields of ModelConfig
 SHORT = {'jaxpost/loop.py': 200, 'jaxpost/rl/controller.py': 200}
 SFT = ('jaxpost.algorithms.sft', 'jaxpost.loop', 'jaxpost.stages')
 NOT_IN_SFT = ('jaxpost.rollout', 'jaxpost.rewards', 'jaxpost.rl.controller')
 
 
-def room(module):
+def package_of(module):
   parts = module.split('.')
   if parts[0] != 'jaxpost':
     return parts[0]
@@ -87,67 +87,70 @@ def room(module):
 
 
 def layers(tree):
+  """A module imports only from its own package or from packages in lower rows."""
   for name, file in tree.name.items():
-    own = room(name)
-    if own not in ROW:
-      yield f'{file}: {own} is in no layer; add it to ROWS in this test'
+    package = package_of(name)
+    if package not in ROW:
+      yield f'{file}: {package} is in no layer; add it to ROWS in this test'
       continue
-    for found in tree.imports[file]:
-      to = room(found.target)
-      if found.target.split('.')[0] not in ('jaxpost', 'launch', 'configs'):
+    for statement in tree.imports[file]:
+      target_package = package_of(statement.target)
+      if statement.target.split('.')[0] not in ('jaxpost', 'launch', 'configs'):
         continue
-      if to == own or to not in ROW or ROW[to] < ROW[own]:
+      if target_package == package or target_package not in ROW or ROW[target_package] < ROW[package]:
         continue
-      if own == '__init__' and found.when == 'lazy':
+      if package == '__init__' and statement.when == 'lazy':
         continue
       yield (
-        f'{file}:{found.line}: {own} (row {ROW[own]}) imports {to} (row'
-        f' {ROW[to]}); pass it in as an argument, or move the code down'
+        f'{file}:{statement.line}: {package} (row {ROW[package]}) imports {target_package} (row'
+        f' {ROW[target_package]}); pass it in as an argument, or move the code down'
       )
 
 
 def generic_names(tree):
-  """`launch` and `configs` are called jaxpost.* once installed."""
+  """`launch` and `configs` are imported relatively: once installed, they are jaxpost.launch and jaxpost.configs."""
   for file, imports in tree.imports.items():
-    for found in imports:
-      written = found.target.split('.')[0] in GENERIC
-      line = tree.text[file].splitlines()[found.line - 1]
-      if written and not re.match(r'\s*from \.', line):
+    for statement in imports:
+      is_generic = statement.target.split('.')[0] in GENERIC
+      line = tree.text[file].splitlines()[statement.line - 1]
+      if is_generic and not re.match(r'\s*from \.', line):
         yield (
-          f'{file}:{found.line}: imports {found.target}, which an installed'
+          f'{file}:{statement.line}: imports {statement.target}, which an installed'
           ' jaxpost has under another name; import it relatively'
         )
 
 
 def gatekeepers(tree):
+  """A dependency is imported only by the modules of GATES, and those of FORBIDDEN by none."""
   for file, imports in tree.imports.items():
-    for found in imports:
-      top = found.target.split('.')[0]
+    for statement in imports:
+      top = statement.target.split('.')[0]
       gates = GATES.get(top)
       if gates and not file.startswith(gates):
-        yield (f'{file}:{found.line}: imports {top}; only {" ".join(gates)} may: call a function there')
+        yield (f'{file}:{statement.line}: imports {top}; only {" ".join(gates)} may: call a function there')
       if top in FORBIDDEN:
-        yield f'{file}:{found.line}: imports {top}; do without it'
+        yield f'{file}:{statement.line}: imports {top}; do without it'
 
 
 def declared(tree):
-  """Every dependency is in setup.py."""
+  """Every imported dependency is listed in setup.py."""
   setup = (CLONE / 'setup.py').read_text('utf-8')
-  dists = {
+  listed = {
     re.split(r'[\[<>=!;]', value)[0].strip().lower().replace('_', '-')
     for value in re.findall(r"'([A-Za-z][\w.\-\[\]]*[<>=\[][^']*)'", setup)
   }
   names = {'absl': 'absl-py', 'orbax': 'orbax-checkpoint', 'jetstream': 'google-jetstream', 'yaml': 'pyyaml'}
   for file, imports in tree.imports.items():
-    for found in imports:
-      top = found.target.split('.')[0]
+    for statement in imports:
+      top = statement.target.split('.')[0]
       dist = names.get(top, top).lower().replace('_', '-')
-      own = top in sys.stdlib_module_names or top in ('jaxpost', *GENERIC)
-      if not own and dist not in dists:
-        yield f'{file}:{found.line}: imports {top}; add {dist} to setup.py'
+      needs_no_entry = top in sys.stdlib_module_names or top in ('jaxpost', *GENERIC)
+      if not needs_no_entry and dist not in listed:
+        yield f'{file}:{statement.line}: imports {top}; add {dist} to setup.py'
 
 
 def jit(tree):
+  """Only JITS use `jax.jit` or `jax.pmap`."""
   for file, node in tree.nodes(ast.Attribute, ast.ImportFrom, under='jaxpost'):
     if isinstance(node, ast.Attribute):
       used = ast.unparse(node) in ('jax.jit', 'jax.pmap')
@@ -160,62 +163,64 @@ def jit(tree):
 
 
 def cycles(tree):
-  done = set()
+  """No modules import each other in a cycle, not even inside functions."""
+  visited = set()
 
   def visit(name, path):
     if name in path:
-      ring = [*path[path.index(name) :], name]
-      yield f'{" -> ".join(ring)}: a cycle; move what both need below them'
-    elif name not in done:
+      cycle = [*path[path.index(name) :], name]
+      yield f'{" -> ".join(cycle)}: a cycle; move what both need below them'
+    elif name not in visited:
       for other in tree.edges(name, lazy=True):
         yield from visit(other, [*path, name])
-      done.add(name)
+      visited.add(name)
 
   for name in sorted(tree.name):
     yield from visit(name, [])
 
 
 def rewards_without_jax(tree):
-  """Workers start in milliseconds and never touch a device."""
-  roots = [name for name in tree.name if room(name) in ('rewards', 'workers')] + ['jaxpost.environments.worker']
+  """Reward functions and workers import no JAX: workers start in milliseconds and never touch a device."""
+  roots = [name for name in tree.name if package_of(name) in ('rewards', 'workers')] + ['jaxpost.environments.worker']
   for name in tree.closure(roots, lazy='all'):
-    for found in tree.imports[tree.name[name]]:
-      if found.target.split('.')[0] in ('jax', 'jaxlib', 'flax', 'optax'):
+    for edge in tree.imports[tree.name[name]]:
+      if edge.target.split('.')[0] in ('jax', 'jaxlib', 'flax', 'optax'):
         yield (
-          f'{tree.name[name]}:{found.line}: imports {found.target}, and rewards/ imports this file; rewards use no jax'
+          f'{tree.name[name]}:{edge.line}: imports {edge.target}, and rewards/ imports this file; rewards use no jax'
         )
 
 
 def sft_is_plain(tree):
-  """An SFT run starts nothing that only on-policy methods need."""
-  seen = tree.closure(SFT, lazy=('jaxpost.algorithms.sft', 'jaxpost.loop'))
-  for name, by in seen.items():
+  """An SFT run imports nothing that only on-policy methods need."""
+  importers = tree.closure(SFT, lazy=('jaxpost.algorithms.sft', 'jaxpost.loop'))
+  for name, importer in importers.items():
     if name.startswith(NOT_IN_SFT):
       yield (
-        f'{name}: imported by {by or "no one"} in an SFT run; import it inside'
+        f'{name}: imported by {importer or "no one"} in an SFT run; import it inside'
         ' the function of stage/on_policy.py that an on-policy run calls'
       )
 
 
 def readable(tree):
-  """The imports of an entry point stay small; a limit follows the measured value."""
+  """The imports of an entry point stay small, and each limit stays within 1 % of the measured value."""
   for entry in reading.ENTRIES:
-    found = reading.reading(tree, entry.roots, entry.lazy, entry.options)
-    for what, have, limit in zip(('modules', 'lines', 'links of a chain'), found, entry.limit):
-      if have > limit:
-        yield f'{entry.name}: {have} {what}, of {limit} allowed; import inside a function what few runs need, or cut'
-      elif have < limit * 0.99:
-        yield f'{entry.name}: {have} {what}, but {limit} are allowed; lower the limit in tests/reading.py'
+    figures = reading.reading(tree, entry.roots, entry.lazy, entry.options)
+    for unit, figure, limit in zip(('modules', 'lines', 'links of a chain'), figures, entry.limit):
+      if figure > limit:
+        yield f'{entry.name}: {figure} {unit}, of {limit} allowed; import inside a function what few runs need, or cut'
+      elif figure < limit * 0.99:
+        yield f'{entry.name}: {figure} {unit}, but {limit} are allowed; lower the limit in tests/reading.py'
 
 
 # -------------------------------------------------------------------- sizes
 
 
 def sizes(tree):
+  """No file is longer than its limit: MAX_FILE, or that of SHORT, or MAX_MAIN for a command in launch/."""
   for file, text in tree.text.items():
     limit = SHORT.get(file, MAX_FILE)
-    main = any(isinstance(n, ast.FunctionDef) and n.name == 'main' for n in tree.ast[file].body)
-    if file.startswith('launch/') and main:
+    has_main = any(isinstance(n, ast.FunctionDef) and n.name == 'main' for n in tree.ast[file].body)
+    if file.startswith('launch/') and has_main:
       limit = MAX_MAIN
     lines = len(text.splitlines())
     if lines > limit:
@@ -243,15 +248,17 @@ def model_config(tree):
 
 
 def docstrings(tree):
+  """Every module has a docstring, except empty __init__.py files."""
   for file, module in tree.ast.items():
     if not ast.get_docstring(module) and (module.body or not file.endswith('__init__.py')):
       yield f'{file}: no docstring; say what it is for and its shapes'
 
 
 def families(tree):
+  """Only families.py compares the family of a model."""
   for file, node in tree.nodes(ast.Compare, under='jaxpost'):
     sides = [node.left, *node.comparators]
-    names = {getattr(s, 'attr', getattr(s, 'id', '')) for s in sides}
+    names = {getattr(side, 'attr', getattr(side, 'id', '')) for side in sides}
     if names & {'family', 'model_type'} and not file.endswith('families.py'):
       yield (
         f'{file}:{node.lineno}: asks for the family; make the difference a field of ModelConfig that families.py sets'
@@ -259,30 +266,33 @@ def families(tree):
 
 
 def excepts(tree):
+  """No handler catches all exceptions."""
   for file, node in tree.nodes(ast.ExceptHandler):
     kind = ast.unparse(node.type) if node.type else ''
-    # BaseException may be caught by who raises it again, or hands it over to
-    # who waits for it in another thread.
-    passed = any(
+    # A handler of BaseException must raise the exception again, or pass it to a
+    # call, which hands it over to a waiting thread.
+    is_passed_on = any(
       isinstance(n, ast.Raise) or isinstance(n, ast.Call) and any(ast.unparse(a) == node.name for a in n.args)
       for part in node.body
       for n in ast.walk(part)
     )
-    if kind in ('', 'Exception') or 'BaseException' in kind and not passed:
+    if kind in ('', 'Exception') or 'BaseException' in kind and not is_passed_on:
       yield (f'{file}:{node.lineno}: catches everything; name the errors, or use finally')
 
 
 def no_pickle(tree):
+  """Nothing imports pickle or its relatives, and no call sets `allow_pickle`."""
   for file, imports in tree.imports.items():
-    for found in imports:
-      if found.target.split('.')[0] in PICKLES:
-        yield f'{file}:{found.line}: {found.target} runs code; use json'
+    for statement in imports:
+      if statement.target.split('.')[0] in PICKLES:
+        yield f'{file}:{statement.line}: {statement.target} runs code; use json'
   for file, node in tree.nodes(ast.keyword):
     if node.arg == 'allow_pickle' and ast.unparse(node.value) != 'False':
       yield f'{file}:{node.value.lineno}: allow_pickle runs code; leave it out'
 
 
 def getattr_config(tree):
+  """No `getattr` or `hasattr` on a config."""
   for file, node in tree.nodes(ast.Call):
     if called(node) in ('getattr', 'hasattr') and node.args:
       of = ast.unparse(node.args[0]).split('.')[-1]
@@ -291,6 +301,7 @@ def getattr_config(tree):
 
 
 def forwarded_kwargs(tree):
+  """No public function of jaxpost/ forwards its **kwargs to a call."""
   for file, node in tree.nodes(ast.FunctionDef, under='jaxpost'):
     public = not node.name.startswith('_')
     if node.args.kwarg and public and node not in _nested(tree.ast[file]):
@@ -307,6 +318,7 @@ def _nested(module):
 
 
 def inheritance(tree):
+  """No class inherits from a class of this repository that itself inherits from one."""
   bases = collections.defaultdict(set)
   for _, node in tree.nodes(ast.ClassDef):
     bases[node.name] |= {ast.unparse(b).split('.')[-1] for b in node.bases}
@@ -319,9 +331,9 @@ def inheritance(tree):
 
 
 def typed(tree):
-  """Public functions of these rooms say what they take and return."""
+  """Public functions of the packages in TYPED have annotations for all arguments and the result."""
   for file, module in tree.ast.items():
-    if file.startswith('jaxpost/') and room(file[:-3].replace('/', '.')) in TYPED:
+    if file.startswith('jaxpost/') and package_of(file[:-3].replace('/', '.')) in TYPED:
       for node in public_functions(module):
         args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         untyped = [a.arg for a in args if a.arg not in ('self', 'cls') and not a.annotation]
@@ -331,15 +343,16 @@ def typed(tree):
 
 
 def positional(tree):
-  """Calls of our own functions name their arguments after the fifth."""
-  ours = {node.name for _, node in tree.nodes(ast.FunctionDef, ast.ClassDef)} - {'extend'}  # also a list's
+  """Calls of this repository's functions pass at most five arguments by position."""
+  names = {node.name for _, node in tree.nodes(ast.FunctionDef, ast.ClassDef)} - {'extend'}  # also a list's
   for file, node in tree.nodes(ast.Call):
     spread = any(isinstance(arg, ast.Starred) for arg in node.args)
-    if called(node) in ours and len(node.args) > 5 and not spread:
+    if called(node) in names and len(node.args) > 5 and not spread:
       yield f'{file}:{node.lineno}: {called(node)} gets {len(node.args)} by position; name the sixth and on'
 
 
 def public_functions(node):
+  """Yields the public functions and methods of a module or class."""
   for child in node.body:
     if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) and not child.name.startswith('_'):
       yield child
@@ -347,7 +360,7 @@ def public_functions(node):
       yield from public_functions(child)
 
 
-# Rule -> a file, and what breaks the rule when appended to it.
+# Rule -> a file, and text that breaks the rule when appended to the file.
 RULES = {
   layers: ('jaxpost/losses/head.py', 'from jaxpost.models import layers\n'),
   generic_names: ('jaxpost/stage/prepare.py', 'import configs\n'),
@@ -391,8 +404,8 @@ def test_rule_can_fail(tree, rule):
   assert set(rule(Tree({**tree.text, file: text}))) - set(rule(tree))
 
 
-def imported(*names):
-  """The modules a fresh interpreter has after importing these."""
+def modules_after_importing(*names):
+  """Returns the names of all modules that a fresh interpreter has loaded after importing these."""
   code = f'import sys, {", ".join(names)}; print(*sys.modules)'
   return subprocess.run(
     [sys.executable, '-c', code],
@@ -405,32 +418,32 @@ def imported(*names):
 
 
 def test_importing_jaxpost_imports_no_jax():
-  assert not {'jax', 'numpy', 'flax'} & set(imported('jaxpost'))
+  assert not {'jax', 'numpy', 'flax'} & set(modules_after_importing('jaxpost'))
 
 
-def test_importing_sft_imports_nothing_of_on_policy():
-  assert not [name for name in imported(*SFT) if name.startswith(NOT_IN_SFT)]
+def test_importing_sft_imports_no_on_policy_module():
+  assert not [name for name in modules_after_importing(*SFT) if name.startswith(NOT_IN_SFT)]
 
 
-def test_readme_maps_the_rooms():
-  """The map names every room and every file at the root of jaxpost/, and nothing that is gone."""
+def test_readme_map_names_all_packages_and_root_modules():
+  """The map names every package and every module at the root of jaxpost/, and nothing that no longer exists."""
   text = (CLONE / 'README.md').read_text('utf-8')
   block = re.search(r'```\njaxpost/\n(.*?)\nconfigs/', text, re.S)[1]
   named = set(re.findall(r'(?:^  |  )(\w+(?:/|\.py))', block, re.M))
   root = CLONE / 'jaxpost'
-  rooms = {f'{path.parent.name}/' for path in root.glob('*/__init__.py')}
-  files = {path.name for path in root.glob('*.py')} - {'__init__.py'}
-  assert named == rooms | files
+  packages = {f'{path.parent.name}/' for path in root.glob('*/__init__.py')}
+  modules = {path.name for path in root.glob('*.py')} - {'__init__.py'}
+  assert named == packages | modules
 
 
-def test_each_room_is_described():
-  """A room's __init__.py is one docstring, so that importing a room runs nothing."""
+def test_package_init_has_only_a_docstring():
+  """A package's __init__.py is one docstring, so that importing a package runs no code."""
   for path in sorted((CLONE / 'jaxpost').glob('*/__init__.py')):
     module = ast.parse(path.read_text('utf-8'))
     assert len(ast.get_docstring(module) or '') > 100 and not has_code(module), path
 
 
-def test_options_are_modules_and_fields(tree):
+def test_options_of_reading_name_existing_modules_and_config_fields(tree):
   from jaxpost.stage.config import defaults
 
   for module, field in reading.OPTIONS.items():
@@ -440,7 +453,7 @@ def test_options_are_modules_and_fields(tree):
       section = section[name]
 
 
-def test_an_option_counts_where_it_is_imported_at_the_top(tree):
+def test_optional_module_counts_in_closure_only_if_imported_at_top_level(tree):
   text = dict(tree.text)
   text['jaxpost/loop.py'] += 'import jaxpost.models.lora\n'
   added = set(Tree(text).closure((reading.LOOP,))) - set(tree.closure((reading.LOOP,)))
@@ -449,5 +462,5 @@ def test_an_option_counts_where_it_is_imported_at_the_top(tree):
   assert Tree(text).closure((reading.LOOP,), lazy='all').keys() == tree.closure((reading.LOOP,), lazy='all').keys()
 
 
-def test_root_stays_small():
+def test_jaxpost_root_has_at_most_10_modules():
   assert len(list((CLONE / 'jaxpost').glob('*.py'))) <= 10

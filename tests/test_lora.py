@@ -1,4 +1,4 @@
-"""Adapters: what they compute, what is trained, and PEFT folders both ways.
+"""Tests of LoRA adapters: their forward pass and gradients, the parts that are trained and saved, and PEFT folders.
 
 Legend: B rows, T tokens, V vocabulary.
 """
@@ -20,7 +20,7 @@ import tiny
 from jaxpost import stages, types
 from jaxpost.errors import InputError
 from jaxpost.formats import hf, hf_export, peft, tensor_layout
-from jaxpost.models import lora, parameters, partition
+from jaxpost.models import lora, parameters
 from jaxpost.models import model as model_lib
 from jaxpost.models.parameters import leaf
 from jaxpost.monitor import metrics
@@ -43,7 +43,7 @@ def config(targets=ALL, rank=3, rslora=False, **fields):
 
 
 def params_of(model, seed=0, b=0.2):
-  """Random parameters with adapters that do something."""
+  """Returns random parameters, with matrices B of the adapters that are not 0."""
   random = np.random.RandomState(seed)
   params = tiny.params(model, seed)
   for pair in params[parameters.ADAPTER_ROOT]['layers'].values():
@@ -56,7 +56,7 @@ def without(params):
 
 
 def logits(model, params, ids, compute=tiny.EXACT):
-  """Returns the logits of this model; `tiny.logits` builds one from its config."""
+  """Returns the logits of this model. `tiny.logits` would build another model from its config."""
   positions = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
   x = jax.jit(functools.partial(model.forward, compute=compute))(params, ids, positions, np.ones_like(ids))
   out = jnp.einsum('btd,vd->btv', x.astype(jnp.float32), model.head(params), precision='highest')
@@ -67,24 +67,24 @@ def near(one, two, tolerance=3e-5):
   assert tiny.largest(np.subtract(one, two)) <= tolerance * tiny.largest(two)
 
 
-# ------------------------------------------------------------- what it computes
+# ----------------------------------------------------------------- forward pass
 
 
-def test_rank_0_is_the_model_itself():
-  model = partition.build(tiny.config())
+def test_rank_0_leaves_the_model_unchanged():
+  model = model_lib.build(tiny.config())
   assert model.table == model_lib.build(tiny.config()).table
-  frozen = partition.freeze(model, '')
-  assert not frozen.frozen and partition.trained_part(frozen).table == model.table
+  frozen = model_lib.freeze(model, '')
+  assert not frozen.frozen and model_lib.trained_part(frozen).table == model.table
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('unroll', [True, False])
-def test_fresh_adapters_change_nothing(dtype, unroll):
-  model = partition.build(config())
+def test_new_adapters_do_not_change_the_logits(dtype, unroll):
+  model = model_lib.build(config())
   compute = dataclasses.replace(tiny.EXACT, dtype=dtype, residual=dtype, unroll=unroll)
   params, ids = tiny.params(model), tiny.tokens((2, 9))
   assert all(np.any(p['a']) and not np.any(p['b']) for p in params[parameters.ADAPTER_ROOT]['layers'].values())
-  # XLA fuses the two programs in other ways.
+  # The tolerance allows for XLA fusing the two programs differently.
   near(
     logits(model, params, ids, compute),
     logits(model.base, without(params), ids, compute),
@@ -94,8 +94,8 @@ def test_fresh_adapters_change_nothing(dtype, unroll):
 
 @pytest.mark.parametrize('unroll', [True, False])
 @pytest.mark.parametrize('targets, rslora', [(ALL, False), ('layers/[qo]', True)])
-def test_merged_weights_compute_the_same(targets, rslora, unroll):
-  model = partition.build(config(targets, rslora=rslora))
+def test_merged_weights_have_the_logits_of_the_adapters(targets, rslora, unroll):
+  model = model_lib.build(config(targets, rslora=rslora))
   compute = dataclasses.replace(tiny.EXACT, unroll=unroll, remat='full')
   params, ids = params_of(model), tiny.tokens((2, 9))
   merged = model.merge(params)
@@ -106,17 +106,17 @@ def test_merged_weights_compute_the_same(targets, rslora, unroll):
   assert tiny.largest(with_adapters - plain) > 0.1 * tiny.largest(plain)
 
 
-def test_a_starts_as_in_peft():
-  model = partition.build(config(rank=8))
-  found = model.init(jax.random.key(0))[parameters.ADAPTER_ROOT]['layers']
+def test_lora_a_is_initialized_as_in_peft():
+  model = model_lib.build(config(rank=8))
+  adapters = model.init(jax.random.key(0))[parameters.ADAPTER_ROOT]['layers']
   for name, inputs in {'q': 32, 'o': 4 * 8, 'down': 48}.items():
-    a, bound = np.asarray(found[name]['a']), 1 / math.sqrt(inputs)
+    a, bound = np.asarray(adapters[name]['a']), 1 / math.sqrt(inputs)
     assert 0.9 * bound < a.max() <= bound and -bound <= a.min() < -0.9 * bound
     assert np.std(a) == pytest.approx(bound / math.sqrt(3), rel=0.15)
 
 
 def test_adapters_are_sharded_as_their_matrices():
-  rows = partition.build(config()).table
+  rows = model_lib.build(config()).table
   assert rows['lora/layers/o/a'].axes == ('layers', 'heads', None, None)
   assert rows['lora/layers/o/b'].axes == ('layers', 'rank', 'embed')
   assert rows['lora/layers/o/a'].shape == (2, 4, 8, 3)
@@ -127,11 +127,10 @@ def test_adapters_are_sharded_as_their_matrices():
 
 
 def rows_batch(shape=(4, 12)):
-  return Batch(
-    tiny.tokens(shape),
-    *(np.broadcast_to(x, shape).astype(np.int32) for x in (np.arange(shape[1]), 1)),
-    loss_weights=np.full(shape, 1 / math.prod(shape), np.float32),
-  )
+  positions = np.broadcast_to(np.arange(shape[1]), shape).astype(np.int32)
+  segments = np.ones(shape, np.int32)
+  weights = np.full(shape, 1 / math.prod(shape), np.float32)
+  return Batch(tiny.tokens(shape), positions, segments, loss_weights=weights)
 
 
 def gradient(model, params, batch, micro, step=0, unroll=True):
@@ -141,9 +140,9 @@ def gradient(model, params, batch, micro, step=0, unroll=True):
     tiny.one_device(),
     dataclasses.replace(tiny.EXACT, unroll=unroll),
   )
-  own, fixed = partition.split(params, model)
+  trained, frozen = model_lib.split(params, model)
   split = jax.tree.map(lambda x: jnp.reshape(x, (-1, micro, *x.shape[1:])), batch)
-  return jax.jit(lambda p, b: train.accumulate(lambda p, m: loss(p, m, step, {'params': fixed}), p, b))(own, split)
+  return jax.jit(lambda p, b: train.accumulate(lambda p, m: loss(p, m, step, {'params': frozen}), p, b))(trained, split)
 
 
 def test_dropout_keeps_the_mean():
@@ -157,17 +156,17 @@ def test_dropout_keeps_the_mean():
 
 
 @pytest.mark.parametrize('unroll', [True, False])
-def test_dropout_depends_on_text_and_step_not_on_place(unroll):
-  model = partition.freeze(partition.build(config('q|o'), dropout=0.4), '')
+def test_dropout_depends_on_tokens_and_step_but_not_on_row_order(unroll):
+  model = model_lib.freeze(model_lib.build(config('q|o'), dropout=0.4), '')
   params, batch = params_of(model), rows_batch()
   (one, _), grads = gradient(model, params, batch, 4)
-  (two, _), other = gradient(model, params, jax.tree.map(lambda x: x[::-1], batch), 2, unroll=unroll)
+  (two, _), reversed_grads = gradient(model, params, jax.tree.map(lambda x: x[::-1], batch), 2, unroll=unroll)
   assert float(one) == pytest.approx(float(two), rel=1e-6)
-  jax.tree.map(lambda a, b: near(a, b, 1e-5), grads, other)
-  plain = gradient(dataclasses.replace(model, dropout=0.0), params, batch, 4)
-  later = gradient(model, params, batch, 4, step=1)
-  assert len({round(float(x), 6) for x in (one, plain[0][0], later[0][0])}) == 3
-  # If adapters change little, so does their dropout.
+  jax.tree.map(lambda a, b: near(a, b, 1e-5), grads, reversed_grads)
+  without_dropout = gradient(dataclasses.replace(model, dropout=0.0), params, batch, 4)
+  next_step = gradient(model, params, batch, 4, step=1)
+  assert len({round(float(x), 6) for x in (one, without_dropout[0][0], next_step[0][0])}) == 3
+  # Where adapters change little, their dropout does, too.
   weak = params_of(model, b=1e-3)
   near(
     gradient(model, weak, batch, 4)[0][0], gradient(dataclasses.replace(model, dropout=0.0), weak, batch, 4)[0][0], 1e-3
@@ -179,7 +178,7 @@ def test_dropout_depends_on_text_and_step_not_on_place(unroll):
 
 @pytest.fixture(scope='module', params=SHAPES)
 def based(request, tmp_path_factory):
-  """(folder of a base model, its ModelConfig)."""
+  """Returns the folder of a base model and its ModelConfig."""
   folder = tmp_path_factory.mktemp('base') / request.param
   cfg = tiny.config(**SHAPES[request.param])
   model = model_lib.build(cfg)
@@ -188,7 +187,7 @@ def based(request, tmp_path_factory):
 
 
 def torch_model(folder, **fields):
-  """The base in `transformers` with an adapter of `peft`, every weight set."""
+  """Returns the base model in `transformers` with an adapter of `peft` whose weights are all random."""
   torch = pytest.importorskip('torch', reason='parity with peft needs torch')
   library = pytest.importorskip('peft', reason='peft is not installed')
   from transformers import AutoModelForCausalLM
@@ -213,9 +212,9 @@ def torch_logits(network, ids):
 
 
 def load(folder, adapter, cfg):
-  """(model, parameters) of a base folder with an adapter folder on it."""
+  """Returns the model and the parameters of a base folder with an adapter folder."""
   layout = tiny.one_device()
-  model = partition.freeze(partition.build(dataclasses.replace(cfg, lora=peft.read_spec(adapter, cfg))), '')
+  model = model_lib.freeze(model_lib.build(dataclasses.replace(cfg, lora=peft.read_spec(adapter, cfg))), '')
   params = hf.load_params(folder, model.base, model.base.shardings(layout), 'float32')
   return model, params | peft.load(adapter, model, model.shardings(layout))
 
@@ -223,7 +222,7 @@ def load(folder, adapter, cfg):
 @pytest.mark.parametrize(
   'fields', [dict(target_modules='all-linear'), dict(target_modules=['q_proj', 'down_proj'], use_rslora=True)]
 )
-def test_folder_and_gradients_of_peft(based, tmp_path, fields):
+def test_peft_folder_has_the_logits_and_gradients_of_peft(based, tmp_path, fields):
   torch = pytest.importorskip('torch', reason='parity with peft needs torch')
   folder, cfg = based
   network = torch_model(folder, **fields)
@@ -246,7 +245,7 @@ def test_folder_and_gradients_of_peft(based, tmp_path, fields):
   assert float(value) == pytest.approx(loss.item(), rel=1e-5)
   theirs = {name.replace('.default', ''): p.grad.numpy() for name, p in network.named_parameters() if p.requires_grad}
   ours = dict(
-    hf_export.export_tensors(tensor_layout.table(model.config, partition.trained_part(model).table), grads, np.float32)
+    hf_export.export_tensors(tensor_layout.table(model.config, model_lib.trained_part(model).table), grads, np.float32)
   )
   assert ours.keys() == theirs.keys()
   for name in ours:
@@ -254,13 +253,13 @@ def test_folder_and_gradients_of_peft(based, tmp_path, fields):
 
 
 def read_by_peft(based, out, targets, rslora):
-  """Adapters on a base, written, read by `peft` and by us: what we read."""
+  """Writes adapters, checks the logits of `peft` with them, and returns the model and the parameters read again."""
   pytest.importorskip('torch', reason='parity with peft needs torch')
   library = pytest.importorskip('peft', reason='peft is not installed')
   from transformers import AutoModelForCausalLM
 
   folder, cfg = based
-  model = partition.build(dataclasses.replace(cfg, lora=(3, 5.0, rslora, targets)))
+  model = model_lib.build(dataclasses.replace(cfg, lora=(3, 5.0, rslora, targets)))
   params = params_of(model) | hf.load_params(folder, model.base, model.base.shardings(tiny.one_device()), 'float32')
   peft.writer(model, params, str(folder))(out)
   network = library.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), out)
@@ -273,10 +272,10 @@ def read_by_peft(based, out, targets, rslora):
 
 
 @pytest.mark.parametrize('rslora', [False, True])
-def test_peft_loads_what_we_write(based, tmp_path, rslora):
+def test_peft_loads_written_adapters(based, tmp_path, rslora):
   again, read = read_by_peft(based, tmp_path / 'adapter', 'v|o|up', rslora)
   assert again.config.lora == (3, 5.0, rslora, 'v|o|up')
-  # `transformers` finds the base by itself.
+  # `transformers` finds the base by the name in the adapter folder.
   from transformers import AutoModelForCausalLM
 
   network = AutoModelForCausalLM.from_pretrained(tmp_path / 'adapter')
@@ -289,7 +288,7 @@ FUSED = dict(family='phi3', qk_norm=False, tie_embeddings=False)
 
 @pytest.fixture(scope='module')
 def phi(tmp_path_factory):
-  """Returns the same as `based` for a family that keeps q, k and v, and gate and up, in one tensor."""
+  """Returns the same as `based`, of a family that stores q, k and v in one tensor, and gate and up in another."""
   folder, cfg = tmp_path_factory.mktemp('phi') / 'base', tiny.config(**FUSED)
   model = model_lib.build(cfg)
   hf_export.save(folder, model, tiny.params(model))
@@ -299,8 +298,8 @@ def phi(tmp_path_factory):
 @pytest.mark.parametrize(
   'fields', [dict(target_modules='all-linear'), dict(target_modules=['qkv_proj'], use_rslora=True)]
 )
-def test_an_adapter_of_matrices_in_one_tensor(phi, tmp_path, fields):
-  """In an adapter of `peft`, the parts of such a tensor share A."""
+def test_peft_adapter_of_matrices_in_one_tensor_has_the_logits_of_peft(phi, tmp_path, fields):
+  """In an adapter of `peft`, the matrices in one tensor share A."""
   folder, cfg = phi
   network = torch_model(folder, **fields)
   network.save_pretrained(tmp_path)
@@ -314,49 +313,49 @@ def test_an_adapter_of_matrices_in_one_tensor(phi, tmp_path, fields):
 @pytest.mark.parametrize('rslora', [False, True])
 @pytest.mark.parametrize('targets', ['q|k|v', 'o|gate|up', ALL])
 def test_peft_loads_adapters_of_matrices_in_one_tensor(phi, tmp_path, targets, rslora):
-  """Ours have an A each: those stand side by side."""
+  """Each matrix here has an A of its own, and these are written side by side."""
   read_by_peft(phi, tmp_path / 'adapter', targets, rslora)
 
 
-def test_matrices_mixed_by_an_adapter_are_refused(phi, tmp_path):
+def test_adapter_that_mixes_matrices_in_one_tensor_is_refused(phi, tmp_path):
   folder, cfg = phi
-  model = partition.build(dataclasses.replace(cfg, lora=(2, 4.0, False, 'q|k|v')))
+  model = model_lib.build(dataclasses.replace(cfg, lora=(2, 4.0, False, 'q|k|v')))
   peft.writer(model, params_of(model), str(folder))(tmp_path)
   file = tmp_path / 'adapter_model.safetensors'
   tensors = dict(safetensors.numpy.load_file(file))
   name = 'base_model.model.model.layers.0.self_attn.qkv_proj.lora_B.weight'
   assert not tensors[name][0, 2:].any()
   tensors[name][0, 2] = 1.0
-  (tmp_path / 'checksums.json').unlink()  # the change is meant
+  (tmp_path / 'checksums.json').unlink()  # else the change would be reported as damage
   safetensors.numpy.save_file(tensors, file)
   with pytest.raises(InputError, match='qkv_proj.* mixes the matrices in it'):
     load(folder, tmp_path, cfg)
 
 
 @pytest.mark.parametrize('targets', ['q', 'q|o', 'gate'])
-def test_one_of_fused_matrices_is_not_written(tmp_path, caplog, targets):
-  """In Phi-3 `peft` has one adapter for q, k and v together."""
-  model = partition.build(tiny.config(lora=(2, 4.0, False, targets), **FUSED))
+def test_adapter_of_some_of_the_matrices_in_one_tensor_is_not_written(tmp_path, caplog, targets):
+  """`peft` has one adapter for q, k and v of Phi-3 together."""
+  model = model_lib.build(tiny.config(lora=(2, 4.0, False, targets), **FUSED))
   peft.writer(model, params_of(model), 'base')(tmp_path / 'adapter')
   assert not (tmp_path / 'adapter').exists()
   assert 'matrices in one tensor; for `peft`, all need adapters' in caplog.text
 
 
-def test_without_a_named_base_no_adapter_is_written(tmp_path, caplog):
-  """Weights that were drawn at random have no name that peft could load them by."""
-  model = partition.build(tiny.config(lora=(2, 4.0, False, 'q')))
+def test_adapter_without_a_named_base_is_not_written(tmp_path, caplog):
+  """`peft` could not load the base by name if its weights were drawn at random."""
+  model = model_lib.build(tiny.config(lora=(2, 4.0, False, 'q')))
   peft.writer(model, {}, '')(tmp_path / 'adapter')
   assert not (tmp_path / 'adapter').exists() and 'its base model has no name' in caplog.text
 
 
 def test_sampled_weights_are_not_rounded_to_the_type_of_the_base():
-  """The trainer adds adapters to a bfloat16 base in float32; so does the sampler that computes in float32."""
-  model = partition.build(tiny.config(lora=(2, 4.0, False, 'o')))
+  """The trainer adds adapters to a bfloat16 base in float32, and so does a sampler that computes in float32."""
+  model = model_lib.build(tiny.config(lora=(2, 4.0, False, 'o')))
   params = params_of(model)
   base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), without(params)) | {'lora': params['lora']}
   weights = reshard.Reshard(model, tiny.one_device('rollout'), tiny.EXACT, Ledger())(base)
-  want = model.merge(jax.tree.map(lambda x: x.astype(jnp.float32), base))['layers']['o']
-  np.testing.assert_array_equal(np.stack([layer['o'] for layer in weights['layers']]), want)
+  expected = model.merge(jax.tree.map(lambda x: x.astype(jnp.float32), base))['layers']['o']
+  np.testing.assert_array_equal(np.stack([layer['o'] for layer in weights['layers']]), expected)
 
 
 # ------------------------------------------------------------------------ runs
@@ -389,20 +388,21 @@ def run(config, workdir):
 
 
 def seal(workdir, stage, step=None):
+  """Returns the seal of a checkpoint of a stage, by default of the last one."""
   folder = workdir / 'checkpoints' / stage
-  text = (folder / str(step or max(finished_steps(folder))) / 'checksums.json').read_bytes().partition(b'\n')[2]
-  return json.loads(text)
+  seal_text = (folder / str(step or max(finished_steps(folder))) / 'checksums.json').read_bytes().partition(b'\n')[2]
+  return json.loads(seal_text)
 
 
 def parts(config):
-  """(kit, roles, stream) of the stage, before its first step."""
+  """Returns the kit, the roles and the stream of a stage before its first step."""
   kit = place.place_stage(prepare.prepare_all(config)[0])
   roles, stream, _ = assemble.make_parts(kit, stages.initial_params(kit, None))
   return kit, roles, stream
 
 
 def of_folder(folder):
-  """A model folder as these runs use it."""
+  """Loads a model folder as the runs of this file do."""
   config = config_lib.parse(sft(''))['sft']
   return inference.from_folder(str(folder), config)
 
@@ -417,7 +417,7 @@ def text_logits(model, params):
 
 @pytest.fixture(scope='module')
 def trained(base, tmp_path_factory):
-  """The folder of an SFT run with adapters."""
+  """Returns the folder of an SFT run with adapters."""
   workdir = tmp_path_factory.mktemp('runs') / 'sft'
   rows = run(sft(base, lora=dict(dropout=0.1)), workdir)
   losses = [r['loss'] for r in rows if r['split'] == 'train']
@@ -425,29 +425,29 @@ def trained(base, tmp_path_factory):
   return workdir
 
 
-def test_only_adapters_are_trained_and_kept(base):
+def test_only_adapters_have_optimizer_state_and_are_updated(base):
   _, roles, stream = parts(sft(base))
   policy = roles.policy
   try:
-    fixed = policy.frozen['params']
-    before = jax.tree.map(np.asarray, fixed)
-    where, state = pointers(fixed), jax.tree.leaves(policy.state.params)
+    base_params = policy.frozen['params']
+    before = jax.tree.map(np.asarray, base_params)
+    addresses, trained = pointers(base_params), jax.tree.leaves(policy.state.params)
     for _ in range(2):
-      found = policy.update(next(stream).updates[0][1])
+      figures = policy.update(next(stream).updates[0][1])
   finally:
     stream.close()
-  assert float(found['grad_norm']) > 0 and list(policy.state.params) == ['lora']
-  assert pointers(policy.frozen['params']) == where  # they were not donated
+  assert float(figures['grad_norm']) > 0 and list(policy.state.params) == ['lora']
+  assert pointers(policy.frozen['params']) == addresses  # the updates did not donate them
   jax.tree.map(np.testing.assert_array_equal, before, policy.frozen['params'])
-  own = sum(x.size for x in state)
+  num_trained = sum(x.size for x in trained)
   moments = [x for x in jax.tree.leaves(policy.state.opt_state) if x.ndim]
-  assert sum(x.nbytes for x in moments) == 2 * 4 * own
-  assert own == 2 * 2 * sum((16 + 16, 16 + 8, 16 + 8, 16 + 16, 3 * (16 + 16)))
+  assert sum(x.nbytes for x in moments) == 2 * 4 * num_trained
+  assert num_trained == 2 * 2 * sum((16 + 16, 16 + 8, 16 + 8, 16 + 16, 3 * (16 + 16)))
   assert all(np.any(p['b']) for p in policy.params['lora']['layers'].values())
 
 
 @pytest.mark.core
-def test_checkpoint_holds_no_base(trained):
+def test_checkpoint_does_not_contain_base_weights(trained):
   leaves = seal(trained, 'sft')['leaves']
   params = {k for k in leaves if k.startswith('policy/params/')}
   assert params and all('/lora/' in k for k in params)
@@ -458,42 +458,42 @@ def test_checkpoint_holds_no_base(trained):
 def test_run_exports_merged_weights_and_an_adapter(base, trained):
   weights = inference.from_run(trained)
   assert weights.step == 4
-  found = text_logits(weights.inputs.model, weights.params)
-  plain = of_folder(base)
-  assert tiny.largest(found - text_logits(plain.inputs.model, plain.params)) > 1e-3
-  # The merged folder, the adapter folder as a model, and as a start.
+  expected = text_logits(weights.inputs.model, weights.params)
+  base_model = of_folder(base)
+  assert tiny.largest(expected - text_logits(base_model.inputs.model, base_model.params)) > 1e-3
+  # The merged folder and the adapter folder are loaded as models, and the adapter as the start of a stage.
   for source in ('export', 'export/adapter'):
-    other = of_folder(trained / source)
-    assert not other.inputs.model.config.lora
-    near(text_logits(other.inputs.model, other.params), found)
+    exported = of_folder(trained / source)
+    assert not exported.inputs.model.config.lora
+    near(text_logits(exported.inputs.model, exported.params), expected)
   _, roles, stream = parts(sft(base, lora=dict(rank=0, path=str(trained / 'export/adapter'))))
   stream.close()
-  near(text_logits(roles.policy.model, roles.policy.params), found)
+  near(text_logits(roles.policy.model, roles.policy.params), expected)
   assert roles.policy.model.config.lora == (2, 16.0, False, ALL)
 
 
-def test_resume_is_exact_and_knows_the_base(base, trained, tmp_path):
-  other = shutil.copytree(base, tmp_path / 'base')
-  half = sft(str(other), lora=dict(dropout=0.1), train=dict(steps=2))
-  run(half, tmp_path / 'run')
-  whole = tiny.merged(half, dict(train=dict(steps=4)))
+def test_resume_is_exact_and_refuses_a_changed_base(base, trained, tmp_path):
+  copied_base = shutil.copytree(base, tmp_path / 'base')
+  first_half = sft(str(copied_base), lora=dict(dropout=0.1), train=dict(steps=2))
+  run(first_half, tmp_path / 'run')
+  whole = tiny.merged(first_half, dict(train=dict(steps=4)))
   rows = run(whole, tmp_path / 'run')
 
-  def keep(rows):
+  def train_rows(rows):
     return [r for r in rows if r['split'] == 'train']
 
-  assert keep(rows) == keep(metrics.comparable_rows(trained / 'metrics.jsonl'))
+  assert train_rows(rows) == train_rows(metrics.comparable_rows(trained / 'metrics.jsonl'))
   files = [d / 'export/model.safetensors' for d in (trained, tmp_path / 'run')]
   assert files[0].read_bytes() == files[1].read_bytes()
-  model = model_lib.build(hf.read_config(other))
-  hf_export.save(other, model, tiny.params(model, seed=7))
+  model = model_lib.build(hf.read_config(copied_base))
+  hf_export.save(copied_base, model, tiny.params(model, seed=7))
   with pytest.raises(InputError, match='have changed since'):
     run(tiny.merged(whole, dict(train=dict(steps=5))), tmp_path / 'run')
   with pytest.raises(InputError, match='gone or has changed'):
     inference.from_run(tmp_path / 'run')
 
 
-def test_freezing_by_regex(base, tmp_path):
+def test_parameters_that_match_freeze_are_not_trained(base, tmp_path):
   run(sft(base, lora=dict(rank=0), train=dict(freeze='embed|layers/.*norm|norm')), tmp_path)
   params = {k.split('/params/')[1] for k in seal(tmp_path, 'sft')['leaves'] if '/params/' in k}
   assert params == {f'layers/{n}' for n in ALL.split('|')}
@@ -503,7 +503,7 @@ def test_freezing_by_regex(base, tmp_path):
     assert same == (path not in params), path
 
 
-def test_reference_of_dpo_is_the_start_without_a_copy(base):
+def test_dpo_reference_shares_the_base_weights_of_the_policy(base):
   over = dict(
     algorithm='dpo',
     data=dict(path=PAIRS),
@@ -513,23 +513,23 @@ def test_reference_of_dpo_is_the_start_without_a_copy(base):
   kit, roles, stream = parts(sft(base, **over))
   try:
     policy, reference = roles.policy, roles.reference
-    fixed = pointers(policy.frozen['params'])
-    assert fixed <= pointers(reference.params)
-    copied = [x for x in jax.tree.leaves(reference.params) if x.unsafe_buffer_pointer() not in fixed]
+    base_addresses = pointers(policy.frozen['params'])
+    assert base_addresses <= pointers(reference.params)
+    copied = [x for x in jax.tree.leaves(reference.params) if x.unsafe_buffer_pointer() not in base_addresses]
     assert sum(x.nbytes for x in copied) == sum(x.nbytes for x in jax.tree.leaves(policy.state.params))
-    placed = policy.place(kit.data.first_batch)
-    start = np.asarray(reference(placed).logprobs)
-    np.testing.assert_array_equal(start, policy.score(placed).logprobs)
+    batch = policy.place(kit.data.first_batch)
+    start = np.asarray(reference(batch).logprobs)
+    np.testing.assert_array_equal(start, policy.score(batch).logprobs)
     for _ in range(2):
       policy.update(next(stream).updates[0][1])
-    np.testing.assert_array_equal(start, reference(placed).logprobs)
-    assert tiny.largest(start - policy.score(placed).logprobs) > 1e-4
+    np.testing.assert_array_equal(start, reference(batch).logprobs)
+    assert tiny.largest(start - policy.score(batch).logprobs) > 1e-4
   finally:
     stream.close()
 
 
 def test_grpo_learns_with_adapters(base, tmp_path):
-  """The checks of the first step hold: ratio 1, the sampler agrees."""
+  """The checks of the first step pass: the ratio is 1, and the sampler agrees with the trainer."""
   rows = run(
     tiny.grpo_config(
       base,
@@ -567,7 +567,7 @@ def test_ppo_and_a_reward_model_train_adapters(base, tmp_path):
   assert 'policy/params/embed' not in leaves
   saved = json.loads((tmp_path / 'rm/export/adapter' / peft.CONFIG).read_text())
   assert saved['modules_to_save'] == ['score']
-  # As `peft` itself writes it, where a user names the head and where not.
+  # `peft` writes these where a user names the head, and where not.
   for heads in ['classifier', 'score'], ['score', 'classifier', 'score']:
     (tmp_path / 'rm/export/adapter' / peft.CONFIG).write_text(json.dumps(saved | {'modules_to_save': heads}))
     read = model_folders.with_adapter(hf.read_config(base), tmp_path / 'rm/export/adapter')
@@ -584,11 +584,11 @@ def test_ppo_and_a_reward_model_train_adapters(base, tmp_path):
   assert not np.any(both[0] & pointers(roles.critic.state.params))
 
 
-# The adapters go on, are merged for others, or for whole weights.
+# The second stage trains the same adapters, or merges them and trains others, or all weights.
 @pytest.mark.parametrize(
   'second', [dict(), dict(lora=dict(rank=3)), dict(lora=dict(rank=0, dropout=0.0))], ids=['same', 'other', 'whole']
 )
-def test_stages(base, tmp_path, second):
+def test_stages_continue_merge_or_replace_adapters(base, tmp_path, second):
   def made(steps):
     return sft(
       base,
@@ -604,56 +604,56 @@ def test_stages(base, tmp_path, second):
   run(made(4), tmp_path / 'at_once')
   run(made(2), tmp_path / 'halves')
   shutil.rmtree(tmp_path / 'halves/export')
-  run(made(4), tmp_path / 'halves')  # reads the stages before from the disk
+  run(made(4), tmp_path / 'halves')  # reads the first stage from the disk
   files = [tmp_path / d / 'export/model.safetensors' for d in ('at_once', 'halves')]
   assert files[0].read_bytes() == files[1].read_bytes()
-  found = inference.from_run(tmp_path / 'halves')
-  other = of_folder(tmp_path / 'halves/export')
-  near(text_logits(other.inputs.model, other.params), text_logits(found.inputs.model, found.params))
-  # Only adapters of a model with a name make a folder for peft.
+  trained = inference.from_run(tmp_path / 'halves')
+  exported = of_folder(tmp_path / 'halves/export')
+  near(text_logits(exported.inputs.model, exported.params), text_logits(trained.inputs.model, trained.params))
+  # A folder for peft needs a base model with a name.
   assert (tmp_path / 'halves/export/adapter').exists() == (second == {})
 
 
-def test_a_run_goes_on_from_another_run(base, trained):
+def test_run_starts_from_a_checkpoint_of_another_run(base, trained):
   _, roles, stream = parts(sft(base, init_from=f'{trained}@2'))
   stream.close()
-  at = inference.from_run(trained, step=2)
+  at_step_2 = inference.from_run(trained, step=2)
   np.testing.assert_array_equal(
-    text_logits(at.inputs.model, at.params), text_logits(roles.policy.model, roles.policy.params)
+    text_logits(at_step_2.inputs.model, at_step_2.params), text_logits(roles.policy.model, roles.policy.params)
   )
 
 
-def test_another_type_of_parameters_than_that_of_the_run(base, trained):
-  """From its checkpoint, and from the stage before: rounded to the type of this stage."""
+def test_initial_parameters_are_rounded_to_the_type_of_the_stage(base, trained):
+  """Parameters of a checkpoint, and those of the stage before, are rounded to the type of this stage."""
   _, at, stream = parts(sft(base, init_from=f'{trained}@2'))
   stream.close()
   _, roles, stream = parts(tiny.merged(sft(base, init_from=f'{trained}@2'), dict(model=dict(param_dtype='bfloat16'))))
   stream.close()
-  wanted, found = (parameters.flatten(x.policy.params) for x in (at, roles))
+  unrounded, loaded = (parameters.flatten(x.policy.params) for x in (at, roles))
   model = roles.policy.model
   layout = roles.policy.layout
-  adopted = parameters.flatten(partition.adopt(at.policy.params, at.policy.model, model, layout, 'bfloat16'))
-  for path, x in wanted.items():
+  adopted = parameters.flatten(model_lib.adopt(at.policy.params, at.policy.model, model, layout, 'bfloat16'))
+  for path, x in unrounded.items():
     rounded = x.astype(model.table[path].dtype or 'bfloat16')
-    for y in (found[path], adopted[path]):
+    for y in (loaded[path], adopted[path]):
       assert y.dtype == rounded.dtype, path
       np.testing.assert_array_equal(*(np.asarray(z, np.float32) for z in (y, rounded)), err_msg=path)
 
 
 @pytest.mark.nightly
 def test_a_critic_shares_no_array_that_the_policy_trains(base, tmp_path):
-  """The embedding is trained beside the adapters, and its buffer is donated in each update."""
+  """The embedding is trained beside the adapters, so each update donates its buffer."""
   config = tiny.grpo_config(base, algorithm='ppo', lora=dict(rank=2), train=dict(steps=2))
   config['train']['freeze'] = '(?!lora/|embed).*'
   assert [row['step'] for row in run(config, tmp_path) if row['split'] == 'train'] == [1, 2]
 
 
-def test_recipe():
+def test_sft_gsm8k_recipe_with_lora_rank_16():
   from configs import sft_gsm8k
 
-  made = config_lib.parse(sft_gsm8k.get_config('lora=16').to_dict())['sft']
-  assert (made.lora.rank, made.lora.alpha) == (16, 32.0)
-  assert made.model.param_dtype == 'bfloat16'
+  parsed = config_lib.parse(sft_gsm8k.get_config('lora=16').to_dict())['sft']
+  assert (parsed.lora.rank, parsed.lora.alpha) == (16, 32.0)
+  assert parsed.model.param_dtype == 'bfloat16'
   assert not config_lib.parse(sft_gsm8k.get_config().to_dict())['sft'].lora.rank
 
 
@@ -661,9 +661,9 @@ def test_recipe():
 
 
 def adapter(folder, base, cfg=None, **changes):
-  """An adapter folder for a model, with fields of its config changed."""
+  """Writes an adapter folder for a model, with some fields of its config changed."""
   cfg = cfg or hf.read_config(base)
-  model = partition.build(dataclasses.replace(cfg, lora=(2, 16.0, False, ALL)))
+  model = model_lib.build(dataclasses.replace(cfg, lora=(2, 16.0, False, ALL)))
   peft.writer(model, params_of(model), str(base))(folder)
   path = folder / peft.CONFIG
   path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -704,7 +704,7 @@ def test_bad_config_is_one_line(base, over, text):
     (dict(peft_type='IA3'), "peft_type='IA3'"),
   ],
 )
-def test_adapter_folder_that_is_refused(base, tmp_path, changes, text):
+def test_unsupported_adapter_folder_is_refused(base, tmp_path, changes, text):
   path = adapter(tmp_path / 'adapter', base, **changes)
   with pytest.raises(InputError, match=text) as error:
     prepare.prepare_all(sft(base, lora=dict(rank=0, path=path)))
@@ -726,13 +726,13 @@ def test_adapter_of_another_model_is_refused(base, tmp_path, fields, text):
     prepare.prepare_all(sft(base, lora=dict(path=path)))
 
 
-def test_another_rank_than_that_of_the_adapter_is_refused(base, tmp_path):
+def test_rank_other_than_that_of_the_adapter_is_refused(base, tmp_path):
   path = adapter(tmp_path / 'adapter', base)
   with pytest.raises(InputError, match='config.lora.rank: 7 is not the rank of the adapter .*, .; leave it 0'):
     prepare.prepare_all(sft(base, lora=dict(rank=7, path=path)))
 
 
-def test_folder_that_is_no_adapter(base, tmp_path):
+def test_folder_without_a_readable_adapter_is_refused(base, tmp_path):
   with pytest.raises(InputError, match='it has no adapter_config.json'):
     prepare.prepare_all(sft(base, lora=dict(path=base)))
   path = adapter(tmp_path / 'adapter', base)

@@ -16,7 +16,7 @@ import tiny
 from jaxpost import stages
 from jaxpost.errors import InputError
 from jaxpost.formats import hf, hf_export, peft
-from jaxpost.models import lora, partition, quantization
+from jaxpost.models import lora, quantization
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import Experts
 
@@ -34,34 +34,34 @@ def config(targets=ALL, rank=3, rslora=False, family='qwen3_moe', **fields):
 
 def test_experts_are_targets_where_they_are_named():
   def found(targets):
-    return set(partition.build(config(targets)).init(jax.random.key(0))['lora']['layers'])
+    return set(model_lib.build(config(targets)).init(jax.random.key(0))['lora']['layers'])
 
   assert found('q|k|v|o|gate|up|down') == set('qkvo')
   assert found(ALL) == {'q', 'gate', 'up', 'down'}
   assert found('layers/experts/.*') == {'gate', 'up', 'down'}
-  rows = partition.build(config()).table
+  rows = model_lib.build(config()).table
   assert rows['lora/layers/gate/a'].shape == (2, 4, 32, 3)
   assert rows['lora/layers/gate/b'].shape == (2, 4, 3, 24)
   assert rows['lora/layers/down/a'].axes == ('layers', 'expert', 'mlp', None)
-  a = np.asarray(partition.build(config(rank=8)).init(jax.random.key(0))['lora']['layers']['down']['a'])
+  a = np.asarray(model_lib.build(config(rank=8)).init(jax.random.key(0))['lora']['layers']['down']['a'])
   assert np.std(a) == pytest.approx((1 / 24) ** 0.5 / 3**0.5, rel=0.1)
 
 
 def test_what_cannot_be_is_refused():
   with pytest.raises(InputError, match='routers and indexers have no adapters'):
-    partition.build(config('router'))
+    model_lib.build(config('router'))
   with pytest.raises(InputError, match='rank: 25 is larger than layers/gate'):
-    partition.build(config('experts/gate', rank=25))
+    model_lib.build(config('experts/gate', rank=25))
   with pytest.raises(InputError, match='dropout'):
-    partition.build(config(), dropout=0.1)
+    model_lib.build(config(), dropout=0.1)
   with pytest.raises(InputError, match='matches none of .*layers/experts/gate'):
-    partition.build(config('expert/gate'))
+    model_lib.build(config('expert/gate'))
 
 
 @pytest.mark.parametrize('unroll', [True, False])
 @pytest.mark.parametrize('targets, rslora', [(ALL, False), ('experts/down', True)])
 def test_merged_experts_compute_the_same(targets, rslora, unroll):
-  model = partition.build(config(targets, rslora=rslora))
+  model = model_lib.build(config(targets, rslora=rslora))
   compute = dataclasses.replace(tiny.EXACT, unroll=unroll, remat='full')
   params, ids = test_lora.params_of(model), tiny.tokens((2, 9))
   found = test_lora.logits(model, params, ids, compute)
@@ -72,7 +72,7 @@ def test_merged_experts_compute_the_same(targets, rslora, unroll):
 
 def test_gradients_are_those_of_the_merged_matrices():
   """dA = scale dW B^T and dB = scale A^T dW, of each expert."""
-  model = partition.freeze(partition.build(config('experts/(gate|up|down)')), '')
+  model = model_lib.freeze(model_lib.build(config('experts/(gate|up|down)')), '')
   params, batch = test_lora.params_of(model), test_lora.rows_batch()
   _, grads = test_lora.gradient(model, params, batch, 4)
   whole = dataclasses.replace(
@@ -107,8 +107,8 @@ def test_a_run_trains_them_and_exports_the_sum(tmp_path, method):
 
 def test_on_experts_in_8_bits():
   """The result is that of the numbers that the codes stand for."""
-  plain = partition.freeze(partition.build(config()), '')
-  codes = partition.frozen_base_model(plain.config, 'int8')
+  plain = model_lib.freeze(model_lib.build(config()), '')
+  codes = model_lib.frozen_base_model(plain.config, 'int8')
   params, batch = test_lora.params_of(plain), test_lora.rows_batch()
   held = quantization.convert_params(params, codes)
   (loss, _), grads = test_lora.gradient(codes, held, batch, 4)
@@ -139,7 +139,7 @@ def test_peft_loads_what_we_write(based, tmp_path, rslora):
   from transformers import AutoModelForCausalLM
 
   folder, cfg = based
-  model = partition.build(dataclasses.replace(cfg, lora=(3, 5.0, rslora, ALL)))
+  model = model_lib.build(dataclasses.replace(cfg, lora=(3, 5.0, rslora, ALL)))
   params = test_lora.params_of(model) | hf.load_params(
     folder, model.base, model.base.shardings(tiny.one_device()), 'float32'
   )
@@ -179,7 +179,7 @@ def test_parameters_that_peft_adapts(based, tmp_path, names):
 
 
 def test_what_peft_cannot_tell_apart_is_not_written(tmp_path, caplog):
-  model = partition.build(config('experts/gate'))
+  model = model_lib.build(config('experts/gate'))
   peft.writer(model, tiny.params(model), 'base')(tmp_path / 'adapter')
   assert not (tmp_path / 'adapter').exists() and 'both need' in caplog.text
 
@@ -196,31 +196,31 @@ def test_adapters_that_peft_would_give_to_the_experts_are_named(tmp_path, caplog
   """It takes gate_proj of a dense layer for that of the experts, and drops the adapter."""
   experts = dataclasses.replace(EXPERTS, first_dense=first_dense)
   cfg = tiny.config(family=family, num_layers=2, experts=experts, lora=(2, 3.0, False, targets))
-  model = partition.build(cfg)
+  model = model_lib.build(cfg)
   peft.writer(model, tiny.params(model), 'base')(tmp_path / 'adapter')
   assert (tmp_path / 'adapter').exists()  # for this library, and for servers that read it as it is
   assert said in caplog.text and bool(said) == ('does not load' in caplog.text)
 
 
 def test_all_linear_is_every_matrix_of_layers_but_those_of_experts(caplog):
-  table = partition.build(tiny.config(family='qwen3_moe', num_layers=2, experts=EXPERTS)).table
-  every = partition.build(config(lora.ALL_LINEAR))
+  table = model_lib.build(tiny.config(family='qwen3_moe', num_layers=2, experts=EXPERTS)).table
+  every = model_lib.build(config(lora.ALL_LINEAR))
   adapted = {path.split('/', 1)[1][:-2] for path in every.table if path.startswith('lora/') and path.endswith('/a')}
   assert adapted == {p for p in lora.targets(table) if 'expert' not in table[p].axes} == {*lora.all_linear(table)}
-  latent = partition.build(tiny.latent()).table
+  latent = model_lib.build(tiny.latent()).table
   assert lora.target_pattern(lora.ALL_LINEAR, latent, 2) == lora.ALL_LINEAR
   assert lora.target_pattern(lora.ALL_LINEAR, table, 2) == lora.DEFAULT  # which has the same matrices here
 
   def warned(pattern, rank=2):
     caplog.clear()
-    lora.warn_left_out(partition.build(tiny.latent(lora=(rank, 2.0, False, pattern))))
+    lora.warn_left_out(model_lib.build(tiny.latent(lora=(rank, 2.0, False, pattern))))
     return caplog.text
 
   assert 'kv_a, kv_b' in warned(lora.DEFAULT) and 'all-linear includes them' in warned(lora.DEFAULT)
   assert not warned('o') and not warned(lora.ALL_LINEAR)
   least = min(lora.full_rank(latent[p]) for p in lora.all_linear(latent))
   small = [p for p in lora.all_linear(latent) if lora.full_rank(latent[p]) == least]
-  model = partition.build(tiny.latent(lora=(least + 1, 2.0, False, lora.ALL_LINEAR)))
+  model = model_lib.build(tiny.latent(lora=(least + 1, 2.0, False, lora.ALL_LINEAR)))
   assert not any(f'lora/{p}/a' in model.table for p in small)
   assert f'their rank is below {least + 1}' in warned(lora.ALL_LINEAR, least + 1)
 
@@ -237,7 +237,7 @@ def test_all_linear_is_every_matrix_of_layers_but_those_of_experts(caplog):
   ],
 )
 def test_adapters_that_peft_refuses_or_does_not_find_are_named(tmp_path, caplog, family, targets, said):
-  model = partition.build(tiny.hybrid(family, lora=(2, 3.0, False, targets)))
+  model = model_lib.build(tiny.hybrid(family, lora=(2, 3.0, False, targets)))
   peft.writer(model, tiny.params(model), 'base')(tmp_path / 'adapter')
   assert (tmp_path / 'adapter').exists()  # for this library, and for servers that read it as it is
   assert said in caplog.text and bool(said) == ('does not load' in caplog.text)

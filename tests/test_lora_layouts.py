@@ -1,4 +1,4 @@
-"""Runs with adapters on eight fake devices: what one device computes."""
+"""DPO runs with adapters on meshes of eight fake devices have the metrics and exports of a run on one device."""
 
 import json
 import pathlib
@@ -18,7 +18,7 @@ MESHES = {'fsdp=4,tensor=2': 'data=4,tensor=2', 'data=2,fsdp=4': 'data=8'}
 
 
 def config(model, **over):
-  """DPO: a reference; and samples of an evaluation."""
+  """A DPO run, which has a reference and samples in evaluations."""
   task = 'generated:arithmetic_pairs:max=99,split={},size=40'
   return tiny.run_config(
     model,
@@ -41,26 +41,27 @@ def run(config, workdir):
 
 
 @pytest.fixture(scope='module', params=['', 'int8', 'nf4'])
-def one(request, tmp_path_factory):
+def one_device_run(request, tmp_path_factory):
+  """(config, metrics, folder) of a run on one device with this format of the base."""
   folder = tmp_path_factory.mktemp('one')
   model = tiny.folder(folder / 'nano', hidden_size=64)
-  made = tiny.merged(config(model), dict(model=dict(quantize=request.param)))
-  return made, run(made, folder / 'run'), folder / 'run'
+  raw = tiny.merged(config(model), dict(model=dict(quantize=request.param)))
+  return raw, run(raw, folder / 'run'), folder / 'run'
 
 
 @pytest.mark.parametrize('mesh', MESHES)
-def test_mesh(one, mesh, tmp_path):
+def test_run_on_mesh_equals_run_on_one_device(one_device_run, mesh, tmp_path):
   from safetensors.numpy import load_file
 
-  made, expected, folder = one
-  made = tiny.merged(made, dict(mesh=dict(train=mesh, rollout=MESHES[mesh])))
-  (tmp_path / 'config.json').write_text(json.dumps(made))
+  raw, expected, folder = one_device_run
+  raw = tiny.merged(raw, dict(mesh=dict(train=mesh, rollout=MESHES[mesh])))
+  (tmp_path / 'config.json').write_text(json.dumps(raw))
   children.run(__file__, str(tmp_path), devices=8, timeout=300)
-  found = [r for r in metrics.comparable_rows(tmp_path / 'run/metrics.jsonl') if r['split'] == 'train']
-  assert len(found) == len(expected) == 3
-  for mine, theirs in zip(found, expected):
+  actual = [r for r in metrics.comparable_rows(tmp_path / 'run/metrics.jsonl') if r['split'] == 'train']
+  assert len(actual) == len(expected) == 3
+  for row, expected_row in zip(actual, expected):
     for key in ('loss', 'grad_norm', 'rewards/margins'):
-      assert mine[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-5), key
+      assert row[key] == pytest.approx(expected_row[key], rel=1e-3, abs=1e-5), key
   for name in ('model', 'adapter/adapter_model'):
     a, b = (load_file(f / f'export/{name}.safetensors') for f in (tmp_path / 'run', folder))
     assert a.keys() == b.keys()

@@ -1,7 +1,7 @@
-"""Ten thousand samples whose rewards raise, hang, end their process, or are no numbers: none is lost uncounted.
+"""Ten thousand samples whose rewards raise, hang, end their process, or are no numbers: all are rewarded or counted.
 
-`samples/` has every sample of the run. Each one must have the reward that the functions return for it, or none and be
-counted as masked; no function returns 0 or less, so a failure that is scored as 0 would be seen.
+`samples/` has every sample of the run. Each must have the reward that the functions return for it, or have none and be
+counted as masked. No function returns 0 or less, so that a failure scored as 0 would be noticed.
 """
 
 import json
@@ -17,7 +17,7 @@ from jaxpost.monitor import metrics
 
 STEPS = 40 if 'JAXPOST_SCORECARD' in os.environ else 4
 PROMPTS, GROUP = 32, 8
-# Imported by the workers, and by this test, which computes again what they return.
+# Imported by the workers and executed by the test, which computes the expected rewards with the same functions.
 FUNCTIONS = """
 import os, time, zlib
 
@@ -66,16 +66,16 @@ MASKS_GROUP = 'raise', 'exit', 'hang', 'nan', 'short', 'text', 'wrong'
 
 
 def expected(functions, row):
-  """The reward of a row of samples/; None: it must be masked."""
-  found = functions['kind'](row['prompt'])
-  plain = functions['fine']([row['completion']])[0]
-  if found in MASKS_GROUP or (found == 'some' and row['sample'] % 2):
+  """The reward that a row of samples/ must have; None if it must be masked."""
+  kind = functions['kind'](row['prompt'])
+  fine = functions['fine']([row['completion']])[0]
+  if kind in MASKS_GROUP or (kind == 'some' and row['sample'] % 2):
     return None
-  return plain if found == 'all' else plain + 3.0 + len(row['completion']) % 3
+  return fine if kind == 'all' else fine + 3.0 + len(row['completion']) % 3
 
 
 @pytest.mark.long
-def test_no_sample_is_lost_uncounted(tmp_path, record_property):
+def test_samples_of_failing_rewards_are_masked_and_counted(tmp_path, record_property):
   (tmp_path / 'hostile.py').write_text(FUNCTIONS)
   functions = {}
   exec(FUNCTIONS, functions)
@@ -95,22 +95,22 @@ def test_no_sample_is_lost_uncounted(tmp_path, record_property):
   assert sorted(rows) == list(range(1, STEPS + 1))
   kinds, samples = set(), 0
   for file in sorted((tmp_path / 'run' / 'samples').rglob('*.jsonl')):
-    found = [json.loads(line) for line in file.read_text().rstrip('\n').split('\n')]
-    assert len({(r['prompt_index'], r['sample']) for r in found}) == len(found) == PROMPTS * GROUP
-    for row in found:
-      want = expected(functions, row)
-      assert row['reward'] == want if want is None else math.isclose(row['reward'], want), row
+    rows_of_step = [json.loads(line) for line in file.read_text().rstrip('\n').split('\n')]
+    assert len({(r['prompt_index'], r['sample']) for r in rows_of_step}) == len(rows_of_step) == PROMPTS * GROUP
+    for row in rows_of_step:
+      reward = expected(functions, row)
+      assert row['reward'] == reward if reward is None else math.isclose(row['reward'], reward), row
       assert row['reward'] is not None or row.get('error') or None in row['components'].values(), row
     step = rows[int(pathlib.Path(file).stem)]
-    assert step['masked_samples'] == sum(r['reward'] is None for r in found)
-    kinds |= {functions['kind'](r['prompt']) for r in found}
-    samples += len(found)
+    assert step['masked_samples'] == sum(r['reward'] is None for r in rows_of_step)
+    kinds |= {functions['kind'](r['prompt']) for r in rows_of_step}
+    samples += len(rows_of_step)
   assert samples == STEPS * PROMPTS * GROUP
   assert kinds >= {*MASKS_GROUP, 'some', 'all', 'print', 'fine'} - ({'exit', 'hang'} if STEPS < 40 else set())
   record_property('cases', samples)
 
 
-def test_a_reward_that_sometimes_raises_is_a_warning_and_its_prints_are_shown(tmp_path, capfd):
+def test_reward_that_sometimes_raises_gives_one_warning_and_shows_prints(tmp_path, capfd):
   file = tmp_path / 'mine.py'
   file.write_text(
     'def mine(completions, prompts, **_):\n'

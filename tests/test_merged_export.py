@@ -1,4 +1,4 @@
-"""An export merges what it writes, a layer at a time: the same bytes."""
+"""An export of adapters merges one layer at a time, and writes the bytes of an export of merged parameters."""
 
 import dataclasses
 
@@ -29,22 +29,20 @@ def bases(tmp_path_factory):
 
 
 def prepared(base, kind, dtype, targets):
-  """(a stage with adapters, parameters whose adapters count)."""
+  """(a stage with adapters, its parameters with random adapters, so that these change the export)."""
   p = prepare.prepare_all(
     tiny.merged(
       tiny.run_config(base),
       dict(lora=dict(rank=3, alpha=8.0, targets=targets), model=dict(quantize=kind, param_dtype=dtype)),
     )
   )[0]
-  params = stages.initial_params(place.place_stage(p), None)
+  initial = stages.initial_params(place.place_stage(p), None)
   random = np.random.RandomState(0)
-  return p, nest(
-    {
-      path: x if not path.startswith('lora/') else (0.2 * random.standard_normal(x.shape).astype(np.float32))
-      for path in p.inputs.model.table
-      for x in [leaf(params, path)]
-    }
-  )
+  params = {path: leaf(initial, path) for path in p.inputs.model.table}
+  for path, x in params.items():
+    if path.startswith('lora/'):
+      params[path] = 0.2 * random.standard_normal(x.shape).astype(np.float32)
+  return p, nest(params)
 
 
 @pytest.mark.parametrize(
@@ -57,14 +55,14 @@ def prepared(base, kind, dtype, targets):
     ('moe', '', 'float32'),
   ],
 )
-def test_bytes_are_those_of_merged_parameters(bases, tmp_path, name, kind, dtype):
+def test_export_of_adapters_has_bytes_of_merged_parameters(bases, tmp_path, name, kind, dtype):
   experts = '|layers/experts/(gate|up|down)' * (name == 'moe')
-  p, params = prepared(bases[name], kind, dtype, f'q|o{experts}' if (experts) else 'q|k|v|o|gate|up|down')
+  p, params = prepared(bases[name], kind, dtype, f'q|o{experts}' if experts else 'q|k|v|o|gate|up|down')
   export.export(p.inputs, tmp_path / 'new', params)
   model = p.inputs.model
   hf_export.save(tmp_path / 'old', model_lib.build(dataclasses.replace(model.config, lora=())), model.merge(params))
-  written, right = ((tmp_path / way / 'model.safetensors').read_bytes() for way in ('new', 'old'))
-  assert written == right
+  written, expected = ((tmp_path / way / 'model.safetensors').read_bytes() for way in ('new', 'old'))
+  assert written == expected
 
 
 @pytest.mark.parametrize('kind', ['', 'nf4'])
@@ -79,7 +77,7 @@ def test_one_layer_is_merged_at_a_time(bases, tmp_path, monkeypatch, kind):
   before = sum(x.nbytes for x in jax.live_arrays())
   monkeypatch.setattr(hf_export, 'to_host', fetched)
   export.export(p.inputs, tmp_path / 'out', params)
-  matrix = 4 * 64 * 128  # of one layer
+  matrix = 4 * 64 * 128  # bytes of the largest matrix of one layer
   assert len(held) > 9 * LAYERS
-  # The parts, the result, and the previous result, as the device is the host as well.
+  # The parts, the result and the previous result are alive: on CPU, a result on the host is a live array, too.
   assert matrix < max(held) - before < 3.5 * matrix

@@ -1,4 +1,4 @@
-"""Which config sections of methods each method reads; the others are refused, and it does not read them."""
+"""Tests of which config sections each method reads: fields of the others are refused, and are not read."""
 
 import dataclasses
 import re
@@ -14,7 +14,7 @@ SECTIONS = ('nll', 'preference', 'reward_model', 'distill', 'rl', 'critic')
 
 
 def stages(*methods, **shared):
-  """The config of a run with a stage for each of these methods."""
+  """Returns the config of a run with a stage for each of these methods."""
   return shared | dict(stages=methods) | {name: dict(algorithm=name) for name in methods}
 
 
@@ -22,9 +22,9 @@ def stages(*methods, **shared):
   'config, field, method',
   [
     (dict(algorithm='dpo', rl=dict(kl_coef=0.1)), 'rl.kl_coef', 'dpo'),
-    (dict(algorithm='orpo', rl=dict(reference='folder')), 'rl.reference', 'orpo'),  # has no reference
+    (dict(algorithm='orpo', rl=dict(reference='folder')), 'rl.reference', 'orpo'),  # ORPO has no reference
     (dict(algorithm='sft', preference=dict(beta=0.2)), 'preference.beta', 'sft'),
-    (dict(algorithm='sft', rl=dict(correct_by='gsm8k')), 'rl.correct_by', 'sft'),  # samples nothing
+    (dict(algorithm='sft', rl=dict(correct_by='gsm8k')), 'rl.correct_by', 'sft'),  # SFT samples nothing
     (dict(algorithm='dpo', reward_model=dict(path='folder')), 'reward_model.path', 'dpo'),
     (dict(algorithm='grpo', critic=dict(lam=0.5)), 'critic.lam', 'grpo'),
     (dict(algorithm='grpo', critic=dict(path='folder')), 'critic.path', 'grpo'),
@@ -33,7 +33,7 @@ def stages(*methods, **shared):
     (stages('sft', 'grpo', preference=dict(beta=0.2)), 'preference.beta', 'sft'),
   ],
 )
-def test_what_no_stage_reads_is_refused(config, field, method):
+def test_field_that_no_stage_reads_is_refused(config, field, method):
   with pytest.raises(InputError, match=rf'^config\.{re.escape(field)}: {method} would ignore it'):
     prepare.resolve_all(config)
 
@@ -49,12 +49,12 @@ def test_what_no_stage_reads_is_refused(config, field, method):
     dict(algorithm='docs/examples/actor_critic.py', critic=dict(lr=0.1), preference=dict(beta=0.2)),
   ],
 )
-def test_what_a_stage_may_read_is_not(config):
+def test_field_that_some_stage_may_read_is_accepted(config):
   assert prepare.resolve_all(config)
 
 
 class Unread:
-  """Stands for a section that must not be read."""
+  """Stands in for a config section that must not be read."""
 
   def __init__(self, name):
     self.name = name
@@ -64,7 +64,7 @@ class Unread:
 
 
 @pytest.mark.parametrize('name', ALGORITHMS)
-def test_methods_read_what_they_declare(name):
+def test_methods_read_only_the_sections_they_declare(name):
   algorithm = load_algorithm(name)
   over = dict(distill=dict(teachers=('folder',))) if name in ('distill', 'gkd', 'opd') else {}
   over |= dict(environment='./env.py:Env') if name in ('mt_grpo', 'gigpo') else {}

@@ -46,7 +46,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize('name', RUNS)
-def test_every_metric_of_a_run_is_documented(tmp_path, name):
+def test_every_metric_has_a_meaning(tmp_path, name):
   data = 'generated:arithmetic:max=99,ops=+,size=20'
   overrides = tiny.merged(dict(data=dict(path=data), train=dict(steps=2), save=dict(export=False)), RUNS[name])
   if 'eval' in overrides:
@@ -69,7 +69,7 @@ def test_every_documented_metric_has_range_and_advice():
   assert not [cells[0] for cells in tables if len(cells) != 4 or not all(cells)]
 
 
-def test_every_documented_metric_is_in_the_code():
+def test_every_meaning_has_a_metric():
   """The last part of each documented key occurs in the code."""
   code = ''.join(path.read_text() for path in (CLONE / 'jaxpost').rglob('*.py'))
   keys = [re.sub('|'.join(PLACEHOLDERS), '', key).rstrip('/@').rpartition('/')[2] for key in documented()]

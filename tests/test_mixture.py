@@ -40,6 +40,7 @@ def short(completions, style, **columns):
 
 
 def config(sources, **over):
+  """The part of a config that `mixture.parse` reads."""
   fields = dict(max_new_tokens=8, min_new_tokens=0, top_k=0, temperature=0.9)
   return types.SimpleNamespace(
     rl=types.SimpleNamespace(sources=sources, sampling_mask=over.pop('sampling_mask', False)),
@@ -52,11 +53,11 @@ def config(sources, **over):
 ROWS = types.SimpleNamespace(name='a + b', sizes=(3, 5))
 
 
-def test_entries_are_read():
-  found = mixture.parse(
+def test_entries_set_rewards_and_sampling_of_their_source():
+  parsed = mixture.parse(
     config(('sums?rewards=right+short&max_new_tokens=4', 'chat?top_p=0.5')), ('right', 'short'), ROWS
   )
-  assert found == (
+  assert parsed == (
     {'name': 'sums', 'rewards': ['right', 'short'], 'sampling': {'max_tokens': 4}},
     {'name': 'chat', 'rewards': ['right', 'short'], 'sampling': {'top_p': 0.5}},
   )
@@ -65,14 +66,14 @@ def test_entries_are_read():
 def test_each_source_has_an_environment_and_a_temperature():
   entries = ('sums?environment=Shop&temperature=0.5', 'chat?environment=none', 'dice?environment=Dice')
   rows = types.SimpleNamespace(name='a + b + c', sizes=(3, 5, 1))
-  found = mixture.parse(config(entries, environment='./x.py:Shop, y:Dice'), (), rows)
-  assert [source['environment'] for source in found] == ['Shop', '', 'Dice']
-  assert [source['sampling'] for source in found] == [{'temperature': x} for x in (0.5, 0.9, 0.9)]
-  tools = mixture.tools_by_row({'Shop': ['buy'], 'Dice': ['roll']}, found, rows)
+  parsed = mixture.parse(config(entries, environment='./x.py:Shop, y:Dice'), (), rows)
+  assert [source['environment'] for source in parsed] == ['Shop', '', 'Dice']
+  assert [source['sampling'] for source in parsed] == [{'temperature': x} for x in (0.5, 0.9, 0.9)]
+  tools = mixture.tools_by_row({'Shop': ['buy'], 'Dice': ['roll']}, parsed, rows)
   assert [tools(n) for n in (0, 2, 3, 7, 8)] == [['buy'], ['buy'], [], [], ['roll']]
 
 
-def test_held_out_rows_of_one_source():
+def test_single_held_out_source_takes_run_temperature_and_no_environment():
   single = types.SimpleNamespace(name='test', sizes=(4,))
   assert mixture.parse(config(('a', 'b?temperature=0.5')), (), single) == ({'sampling': {'temperature': 0.9}},)
   several = config(('a?environment=Shop', 'b?environment=Dice'), environment='x:Shop,y:Dice')
@@ -146,15 +147,16 @@ def test_a_group_is_graded_by_its_own_functions(tmp_path, monkeypatch):
   assert chat.components[names[0]] == [None] * 2
 
 
-def test_the_sum_decides_where_the_deciding_reward_does_not_grade():
+def test_reward_sum_is_the_verdict_where_deciding_reward_does_not_grade():
   graded = [
     Graded([1.0, 0.0], {'right': [1.0, 0.0], 'short': [None, None]}, None, graded_by=['right']),
     Graded([0.2, 0.7], {'right': [None, None], 'short': [0.2, 0.7]}, None, graded_by=['short']),
     Graded([None, None], {'right': [None, None], 'short': [None, None]}, 'failed', graded_by=['short']),
-    Graded([0.0, 1.0], {'right': [None, None], 'short': [0.0, 1.0]}, None, graded_by=['right', 'short']),  # unreadable
+    # `right` could not grade these answers.
+    Graded([0.0, 1.0], {'right': [None, None], 'short': [0.0, 1.0]}, None, graded_by=['right', 'short']),
   ]
-  found = reward_metrics.verdicts(graded, reward_metrics.reward_table(graded), 'right')
-  np.testing.assert_array_equal(found, [[1, 0], [0.2, 0.7], [np.nan, np.nan], [np.nan, np.nan]])
+  verdicts = reward_metrics.verdicts(graded, reward_metrics.reward_table(graded), 'right')
+  np.testing.assert_array_equal(verdicts, [[1, 0], [0.2, 0.7], [np.nan, np.nan], [np.nan, np.nan]])
 
 
 @pytest.fixture(scope='module')
@@ -178,7 +180,8 @@ def run_config(folder, tmp_path, **over):
   return tiny.grpo_config(folder, **tiny.merged(base, over))
 
 
-def facts(item):
+def summarize(item):
+  """What must be equal when a run resumes: prompts, tokens, rewards and the metrics of each source."""
   rollout = item.experience.rollout
   figures = {k: v for k, v in item.info.items() if k.startswith(('sources/', 'reward', 'completion'))}
   return [p.index for p in rollout.prompts], rollout.completions.tolist(), item.experience.rewards.tolist(), figures
@@ -186,15 +189,15 @@ def facts(item):
 
 @pytest.mark.parametrize('over', [{}, dict(rollout=dict(staleness=1))])
 def test_a_run_mixes_and_resumes_bit_for_bit(folder, tmp_path, over):
-  made = run_config(folder, tmp_path, **over)
-  stream, again = (jaxpost.policy_and_stream(made)[1] for _ in range(2))
+  raw = run_config(folder, tmp_path, **over)
+  stream, resumed = (jaxpost.policy_and_stream(raw)[1] for _ in range(2))
   try:
-    found, state = [], None
+    steps, state = [], None
     for n in range(4):
       if n == 2:
         state = json.loads(json.dumps(stream.state()))
       item = next(stream)
-      found.append(facts(item))
+      steps.append(summarize(item))
       rollout, info = item.experience.rollout, item.info
       names = [p.source['name'] for p in rollout.prompts]
       assert [('style' in p.columns) for p in rollout.prompts] == [name == 'chat' for name in names]
@@ -204,7 +207,7 @@ def test_a_run_mixes_and_resumes_bit_for_bit(folder, tmp_path, over):
       for name, length, tokens in zip(names, lengths, completions):
         if name == 'sums':
           assert length.max() <= 3 < rollout.completions.shape[1]
-        else:  # greedy, as only the most probable token may be drawn
+        else:  # top_k=1 draws the most probable token, so all samples of the group are equal
           assert (tokens == tokens[:1]).all()
       assert sum(info.get(f'sources/{name}/groups', 0) for name in ('sums', 'chat')) == len(names) == 4
       assert info.get('sources/chat/frac_reward_zero_std', 1) == 1
@@ -215,14 +218,14 @@ def test_a_run_mixes_and_resumes_bit_for_bit(folder, tmp_path, over):
     assert [row['source'] for row in item.samples()[::4]] == names
     saved = rollout_codec.from_text(rollout_codec.to_text(rollout))
     assert [p.source for p in saved.prompts] == [p.source for p in rollout.prompts]
-    again.restore(state)
-    assert [facts(next(again)) for _ in range(2)] == found[2:]
+    resumed.restore(state)
+    assert [summarize(next(resumed)) for _ in range(2)] == steps[2:]
   finally:
     stream.close()
-    again.close()
+    resumed.close()
 
 
-def test_shares_are_those_of_the_weights(folder, tmp_path):
+def test_sources_have_the_shares_of_their_weights(folder, tmp_path):
   (prepared,) = prepare.prepare_all(run_config(folder, tmp_path))
   prepared.close()
   names = [prepared.data.stream.prompt(i).source['name'] for i in range(400)]
@@ -236,23 +239,23 @@ def test_a_source_without_the_column_of_its_reward_is_refused(folder, tmp_path):
     )
 
 
-def test_held_out_rows_of_each_source_have_the_columns_of_its_rewards(folder, tmp_path):
+def test_held_out_source_without_column_of_its_reward_is_refused(folder, tmp_path):
   right_rows = write(tmp_path / 'held.jsonl', [{'prompt': '1+1=', 'answer': '2'}])
   for name, row in ('styled', {'prompt': 'say 1', 'style': 'terse'}), ('bare', {'prompt': 'say 1'}):
     path = f'{right_rows} + {write(tmp_path / f"{name}.jsonl", [row])}'
-    made = run_config(folder, tmp_path, eval=dict(samples=1, size=2, data=dict(path=path)))
+    raw = run_config(folder, tmp_path, eval=dict(samples=1, size=2, data=dict(path=path)))
     if name == 'styled':
-      prepare.prepare_all(made)[0].close()
+      prepare.prepare_all(raw)[0].close()
       continue
     with pytest.raises(InputError, match="short .*needs the column 'style', the data from .*bare.jsonl:1 on has"):
-      prepare.prepare_all(made)
+      prepare.prepare_all(raw)
 
 
 # ---------------------------------------------------------------- temperature
 
 
 def exact_rollout(temperatures):
-  """The completions of `test_exact_gradients` from two sources of these temperatures, with their log-probs."""
+  """All completions of `test_exact_gradients`, once for each source, with their log-probs at its temperature."""
   answers = exact.completions(2)
   index = np.arange(2 * len(answers)) % len(answers)
   of_source = np.repeat(temperatures, len(answers))
@@ -269,7 +272,8 @@ def exact_rollout(temperatures):
   )
 
 
-def test_the_gradient_is_that_of_the_reward_at_the_temperature_of_each_source():
+def test_policy_gradient_uses_temperature_of_each_source():
+  """Weighted by their probabilities, all completions give the gradient of the expected reward at both temperatures."""
   temperatures = np.array([0.5, 2.0])
   rollout = exact_rollout(temperatures)
   answers, values = exact.completions(2), exact.rewards_of(2, False)
@@ -278,7 +282,7 @@ def test_the_gradient_is_that_of_the_reward_at_the_temperature_of_each_source():
   experience = Experience(
     rollout, np.tile(values, 2), np.ones((len(chance), 2), np.float32), dict(sampler_logprobs=rollout.logprobs)
   )
-  made = exact.config_of('grpo', dict(advantage='gpg', loss='reinforce', scale_rewards='none'))
+  reinforce = exact.config_of('grpo', dict(advantage='gpg', loss='reinforce', scale_rewards='none'))
   credit = Credit(
     dict(advantages=np.tile(values, 2)[:, None] * experience.mask, sampler_logprobs=rollout.logprobs),
     experience.mask,
@@ -287,15 +291,15 @@ def test_the_gradient_is_that_of_the_reward_at_the_temperature_of_each_source():
   weights = batching.token_weights(credit.mask, 'token', 2) * (chance * len(answers))[:, None]
   batch = batching.to_batch(rollout, range(len(chance)), weights.astype(np.float32), credit.arrays, 2, row_length=50)
   assert sorted(set(batch.temperature.ravel())) == [0.0, 0.5, 2.0]
-  loss = programs.make_loss(exact.model(), grpo.objective(made), tiny.one_device(), tiny.EXACT)
+  loss = programs.make_loss(exact.model(), grpo.objective(reinforce), tiny.one_device(), tiny.EXACT)
   split = jax.tree.map(lambda x: jnp.asarray(x)[None], batch)
-  found = jax.jit(lambda p, b: programs.accumulate(loss, p, b)[1])(exact.params('policy'), split)
+  gradient = jax.jit(lambda p, b: programs.accumulate(loss, p, b)[1])(exact.params('policy'), split)
 
   def expectation(w):
     logits = exact.raw_logits(w, 2)
     return sum((jnp.exp(exact.picked(logits / t, answers).sum(axis=1)) * values).sum() for t in temperatures) / 4
 
-  exact.close(found, (-1, jax.grad(expectation)(exact.params('policy'))))
+  exact.close(gradient, (-1, jax.grad(expectation)(exact.params('policy'))))
 
 
 @pytest.mark.long
@@ -303,8 +307,8 @@ def test_a_run_with_two_temperatures_is_on_policy(folder, tmp_path):
   """Sampler, old policy and reference agree at the temperature of each source."""
   entries = ('sums?rewards=right&temperature=0.4', 'chat?rewards=short')
   over = dict(rl=dict(sources=entries, kl_coef=0.1, importance=('token_truncated',)), train=dict(steps=2))
-  made = run_config(folder, tmp_path, rollout=dict(temperature=1.5), **over)
-  _, stream = jaxpost.policy_and_stream(made)
+  raw = run_config(folder, tmp_path, rollout=dict(temperature=1.5), **over)
+  _, stream = jaxpost.policy_and_stream(raw)
   try:
     experience = next(stream).experience
   finally:
@@ -313,7 +317,7 @@ def test_a_run_with_two_temperatures_is_on_policy(folder, tmp_path):
   assert {p.source['sampling']['temperature'] for p in rollout.prompts} == {0.4, 1.5}
   for name in ('old_logprobs', 'ref_logprobs'):
     np.testing.assert_allclose(experience.arrays[name][mask], rollout.logprobs[mask], atol=1e-5)
-  jaxpost.run(made, tmp_path / 'run')
+  jaxpost.run(raw, tmp_path / 'run')
   first = metrics.read_rows(tmp_path / 'run' / 'metrics.jsonl')[0]
   assert first['ratio'] == pytest.approx(1, abs=1e-4) and first['sampler_mismatch'] == pytest.approx(1, abs=1e-4)
   assert abs(first['kl']) < 1e-6
@@ -365,34 +369,34 @@ class Dice:
 
 @pytest.fixture
 def calls(monkeypatch):
-  """A random model's turns are taken for calls."""
+  """Turns of the random model are parsed as tool calls, which it would never write."""
   monkeypatch.setattr(turns, 'parse', episodes.parse)
 
 
-def playing_config(tmp_path, **over):
+def environments_config(tmp_path, **over):
+  """A run with three sources: one plays Shop, one has single answers, one plays Dice."""
   (tmp_path / 'env.py').write_text(SHOP)
   chat = [{'role': 'user', 'content': 'go'}]
   shop = write(tmp_path / 'shop.jsonl', [{'prompt': chat, 'n': n} for n in range(6)])
   sums = write(tmp_path / 'sums.jsonl', [{'prompt': f'{n}+{n}=', 'answer': str(2 * n)} for n in range(6)])
   dice = write(tmp_path / 'dice.jsonl', [{'prompt': chat, 'n': n} for n in range(6)])
   entries = (
-    'shop?environment=Shop&rewards=none_of_it&temperature=1.3',
+    'shop?environment=Shop&rewards=zero_reward&temperature=1.3',
     'sums?environment=none&rewards=right&max_new_tokens=3',
-    'dice?environment=Dice&rewards=none_of_it&max_new_tokens=40',
+    'dice?environment=Dice&rewards=zero_reward&max_new_tokens=40',
   )
   base = dict(
     environment=f'{tmp_path}/env.py:Shop, {tmp_path}/env.py:Dice',
-    reward=(right, none_of_it),
+    reward=(right, zero_reward),
     data=dict(path=(shop, sums, dice), weights=(1.0, 1.0, 1.0)),
     rl=dict(sources=entries),
     rollout=dict(prompts=6, max_new_tokens=64),
     tools=dict(workers=2),
   )
-  made = episodes.config(episodes.folder(tmp_path / 'model'), tmp_path / 'env.py', **tiny.merged(base, over))
-  return made
+  return episodes.config(episodes.folder(tmp_path / 'model'), tmp_path / 'env.py', **tiny.merged(base, over))
 
 
-def none_of_it(completions, **columns):
+def zero_reward(completions, **columns):
   """Gives 0, so that the reward of the environment is all there is."""
   del columns
   return [0.0] * len(completions)
@@ -400,17 +404,17 @@ def none_of_it(completions, **columns):
 
 @pytest.mark.long
 def test_sources_play_in_environments_of_their_own_and_resume_bit_for_bit(tmp_path, calls):
-  made = playing_config(tmp_path)
-  stream = jaxpost.policy_and_stream(made)[1]
+  raw = environments_config(tmp_path)
+  stream = jaxpost.policy_and_stream(raw)[1]
   try:
-    found, state = [], None
+    steps, state = [], None
     for n in range(3):
       if n == 1:
         state = json.loads(json.dumps(stream.state()))
       item = next(stream)
-      found.append(facts(item))
+      steps.append(summarize(item))
       rollout, info = item.experience.rollout, item.info
-      size = made['rollout']['group_size']
+      size = raw['rollout']['group_size']
       names = np.repeat([p.source['name'] for p in rollout.prompts], size)
       assert set(names) == {'shop', 'sums', 'dice'} and info['episodes/failed'] == 0
       components = {name: values for name, (_, values) in item.experience.components.items()}
@@ -418,7 +422,7 @@ def test_sources_play_in_environments_of_their_own_and_resume_bit_for_bit(tmp_pa
       single, sold, rolled = (names == name for name in ('sums', 'shop', 'dice'))
       assert not called[single].any() and called[sold].any() and called[rolled].any()
       assert rollout.lengths[single].max() <= 3 and rollout.lengths[rolled].max() <= 40 < rollout.lengths[sold].max()
-      # Rewards of the environments: none for single answers, which only their function grades.
+      # Single answers have no reward of an environment; only their function grades them.
       assert np.isnan(components['environment'][single]).all()
       np.testing.assert_array_equal(item.experience.rewards[single], components['right'][single])
       np.testing.assert_array_equal(item.experience.rewards[sold], components['environment'][sold])
@@ -426,7 +430,7 @@ def test_sources_play_in_environments_of_their_own_and_resume_bit_for_bit(tmp_pa
       np.testing.assert_allclose(item.experience.rewards[rolled], components['environment_turns'][rolled])
       assert info['sources/sums/turns'] == 1 < info['sources/shop/turns']
     stream.restore(state)
-    assert [facts(next(stream)) for _ in range(2)] == found[1:]
+    assert [summarize(next(stream)) for _ in range(2)] == steps[1:]
   finally:
     stream.close()
 
@@ -438,7 +442,7 @@ def test_tools_are_shown_to_the_prompts_of_their_environment(tmp_path):
     '{%- for m in messages %}{{ m.role }}{{ m.content }}<|im_end|>{% endfor %}'
     '{%- if add_generation_prompt %}assistant{% endif %}'
   )
-  (prepared,) = prepare.prepare_all(playing_config(tmp_path, data=dict(chat_template=str(template))))
+  (prepared,) = prepare.prepare_all(environments_config(tmp_path, data=dict(chat_template=str(template))))
   prepared.close()
   shown = {'shop': '<nth: Sells one.>', 'dice': '<nth: Rolls.>'}
   for i in range(12):
@@ -449,15 +453,15 @@ def test_tools_are_shown_to_the_prompts_of_their_environment(tmp_path):
 
 def test_several_environments_need_sources(tmp_path):
   with pytest.raises(InputError, match='there are 2 .Shop, Dice.; config.rl.sources has to say'):
-    prepare.prepare_all(playing_config(tmp_path, rl=dict(sources=())))
+    prepare.prepare_all(environments_config(tmp_path, rl=dict(sources=())))
 
 
 def test_a_source_that_nothing_grades_is_refused(tmp_path):
-  """Its samples would have the reward 0, and be trained against; a method without rewards has use for them."""
+  """Its samples would all have reward 0 and be trained as failures; a method without rewards accepts the source."""
   entries = 'shop?environment=Shop', 'sums?environment=none', 'dice?environment=Dice'
-  made = playing_config(tmp_path, rl=dict(sources=entries), reward='')
+  raw = environments_config(tmp_path, rl=dict(sources=entries), reward='')
   with pytest.raises(InputError, match='config.rl.sources: sums: has no environment, and config.reward is empty'):
-    prepare.prepare_all(made)
-  teacher = dict(algorithm='opd', rl=dict(reference=made['model']['path']))
-  (prepared,) = prepare.prepare_all(tiny.merged(made, teacher))
+    prepare.prepare_all(raw)
+  teacher = dict(algorithm='opd', rl=dict(reference=raw['model']['path']))
+  (prepared,) = prepare.prepare_all(tiny.merged(raw, teacher))
   prepared.close()

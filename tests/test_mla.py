@@ -1,6 +1,6 @@
-"""Latent attention: what tests/test_families.py does not see of it.
+"""DeepSeek-V3: latent attention and its router, besides the checks of tests/test_families.py; reading and writing.
 
-Legend: B rows, T tokens, r rank of the latents, d rotated entries.
+The tiny model has latents of rank 12 and 4 rotated entries.
 """
 
 import dataclasses
@@ -18,14 +18,14 @@ from jaxpost.errors import InputError
 from jaxpost.formats import config_export, config_json, hf, hf_export, peft
 from jaxpost.models import config as config_lib
 from jaxpost.models import model as model_lib
-from jaxpost.models import parameters, partition, saved_config, transformer
+from jaxpost.models import parameters, saved_config, transformer
 from jaxpost.monitor import metrics
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import native
 from jaxpost.stage import model_folders, schema
 from jaxpost.types import Prompt
 
-ALL = 'q_a|q_b|kv_a|kv_b|o|shared_up'
+ALL_TARGETS = 'q_a|q_b|kv_a|kv_b|o|shared_up'
 
 
 @pytest.fixture(scope='module')
@@ -33,7 +33,7 @@ def model():
   return model_lib.build(tiny.latent())
 
 
-def other(**fields):
+def model_with(**fields):
   return model_lib.build(tiny.latent(**fields))
 
 
@@ -50,15 +50,15 @@ def other(**fields):
   ],
   ids=str,
 )
-def test_every_field_counts(model, params, fields):
+def test_every_config_field_changes_the_logits(model, params, fields):
   ids = tiny.tokens((1, 20))
-  right = tiny.logits(model, params, ids)
-  changed = tiny.logits(other(**fields), params, ids)
-  assert tiny.largest(changed - right) > 1e-3 * tiny.largest(right)
+  expected = tiny.logits(model, params, ids)
+  changed = tiny.logits(model_with(**fields), params, ids)
+  assert tiny.largest(changed - expected) > 1e-3 * tiny.largest(expected)
 
 
-def test_a_bias_that_only_chooses(model, params):
-  """It sends all tokens to the experts it likes and has no gradient."""
+def test_router_bias_chooses_experts_and_has_no_gradient(model, params):
+  """A large bias of three experts sends all tokens to these."""
   choice = jnp.zeros((2, 8)).at[:, jnp.array([2, 3, 4])].set(9.0)
   pushed = params | {'layers': params['layers'] | {'router_choice': choice}}
 
@@ -75,16 +75,16 @@ def test_a_bias_that_only_chooses(model, params):
   assert np.any(grads['layers']['router']) and np.any(grads['dense']['gate'])
 
 
-def test_layers_under_a_scan_are_those_in_a_row(model, params):
+def test_scanned_layers_equal_unrolled_layers(model, params):
   ids = tiny.tokens((2, 20))
-  right = tiny.hidden(model, params, ids)
+  expected = tiny.hidden(model, params, ids)
   for remat in ('none', 'dots', 'full'):
     compute = dataclasses.replace(tiny.EXACT, unroll=False, remat=remat)
-    found = tiny.hidden(model, params, ids, compute)
-    assert tiny.largest(found - right) <= 1e-5 * tiny.largest(right)
+    scanned = tiny.hidden(model, params, ids, compute)
+    assert tiny.largest(scanned - expected) <= 1e-5 * tiny.largest(expected)
 
 
-def test_a_cache_keeps_latents(model, params):
+def test_cache_holds_latents_and_decoding_equals_forward_pass(model, params):
   engine = native.NativeEngine(
     model,
     native.SamplerConfig(slots=2, max_prompt=8, max_new_tokens=6, stop_ids=(-2,), block=4, temperature=0.0),
@@ -109,9 +109,9 @@ def test_a_cache_keeps_latents(model, params):
     np.testing.assert_allclose(logp.max(-1), rollout.logprobs[i], atol=1e-5)
 
 
-def test_adapters_of_latents():
-  cfg = tiny.latent(lora=(2, 5.0, False, ALL))
-  model = partition.build(cfg)
+def test_adapters_of_latent_projections_merge_exactly():
+  cfg = tiny.latent(lora=(2, 5.0, False, ALL_TARGETS))
+  model = model_lib.build(cfg)
   stacks = {p.split('/')[1] for p in model.table if parameters.is_adapter(p)}
   assert stacks == {'dense', 'layers'}
   random = np.random.RandomState(0)
@@ -127,21 +127,21 @@ def test_adapters_of_latents():
   plain = {k: v for k, v in params.items() if k != parameters.ADAPTER_ROOT}
   assert tiny.largest(adapted - run(model.base, plain)) > 1e-2
 
-  def found(targets):
+  def stacks_with_adapters(targets):
     return {
       p.split('/')[1]
-      for p in partition.build(tiny.latent(lora=(2, 5.0, False, targets))).table
+      for p in model_lib.build(tiny.latent(lora=(2, 5.0, False, targets))).table
       if parameters.is_adapter(p)
     }
 
-  assert found('up') == {'dense'} and found('experts/up') == {'layers'}
+  assert stacks_with_adapters('up') == {'dense'} and stacks_with_adapters('experts/up') == {'layers'}
 
 
 @pytest.mark.parametrize(
   'over', [dict(router=dict(routing_replay=True)), dict(lora=dict(rank=2, targets='kv_b|o'))], ids=['replay', 'lora']
 )
-def test_grpo(tmp_path, over):
-  """Its first step holds the sampler's log-probs against the trainer's."""
+def test_first_grpo_step_is_on_policy(tmp_path, over):
+  """`sampler_mismatch` compares the log-probs of the sampler with those of the trainer."""
   import jaxpost
 
   path = tiny.folder(tmp_path / 'model', family='deepseek_v3', num_layers=2, num_heads=2, num_kv_heads=2)
@@ -154,7 +154,7 @@ def test_grpo(tmp_path, over):
 # --------------------------------------------------------------------- folders
 
 
-RAW = dict(
+RAW_CONFIG = dict(
   model_type='deepseek_v3',
   vocab_size=131,
   hidden_size=32,
@@ -196,24 +196,24 @@ RAW = dict(
     (dict(routed_scaling_factor=0), 'routed_scaling_factor'),
   ],
 )
-def test_what_is_not_built_is_refused_by_name(fields, words):
-  config_json.from_hf(RAW, 'config.json')
+def test_unsupported_config_fields_are_refused_by_name(fields, words):
+  config_json.from_hf(RAW_CONFIG, 'config.json')
   with pytest.raises(InputError, match=f'^config.json: .*{words}') as e:
-    config_json.from_hf(RAW | fields, 'config.json')
+    config_json.from_hf(RAW_CONFIG | fields, 'config.json')
   assert '\n' not in str(e.value)
 
 
-def test_scale_of_yarn():
+def test_yarn_mscale_multiplies_attention_scale():
   scaling = dict(type='yarn', factor=40, mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=4096)
-  plain, scaled = (config_json.from_hf(RAW | dict(rope_scaling=x), 'here')[0] for x in (None, scaling))
-  grown = (0.1 * np.log(40) + 1) ** 2
-  assert scaled.attention_scale == pytest.approx(plain.attention_scale * grown)
+  plain, scaled = (config_json.from_hf(RAW_CONFIG | dict(rope_scaling=x), 'here')[0] for x in (None, scaling))
+  factor = (0.1 * np.log(40) + 1) ** 2
+  assert scaled.attention_scale == pytest.approx(plain.attention_scale * factor)
   assert plain.attention_scale == pytest.approx(10**-0.5)
 
 
 def test_kimi_is_read_and_written_as_deepseek():
   cfg, unread = config_json.from_hf(
-    RAW | dict(model_type='kimi_k2', n_group=1, topk_group=1, auto_map=dict(AutoModel='x.Y')), 'here'
+    RAW_CONFIG | dict(model_type='kimi_k2', n_group=1, topk_group=1, auto_map=dict(AutoModel='x.Y')), 'here'
   )
   assert cfg.family == 'deepseek_v3' and unread == ['auto_map']
   raw = config_export.to_hf(cfg)
@@ -222,9 +222,9 @@ def test_kimi_is_read_and_written_as_deepseek():
   assert saved_config.from_json(json.loads(json.dumps(dataclasses.asdict(cfg)))) == cfg
 
 
-def test_layers_after_the_last_are_not_read_but_exported(model, params, tmp_path, caplog):
+def test_multi_token_prediction_layers_are_not_read_but_exported(model, params, tmp_path, caplog):
   hf_export.save(tmp_path / 'model', model, params)
-  (tmp_path / 'model/checksums.json').unlink()  # what follows is another writer
+  (tmp_path / 'model/checksums.json').unlink()  # as the files are changed below
   file = tmp_path / 'model/model.safetensors'
   tensors = safetensors.numpy.load_file(file)
   first = tensors['model.layers.2.self_attn.o_proj.weight']
@@ -235,7 +235,7 @@ def test_layers_after_the_last_are_not_read_but_exported(model, params, tmp_path
   with caplog.at_level(logging.WARNING):
     cfg = hf.read_config(tmp_path / 'model')
   assert 'num_nextn_predict_layers' in caplog.text
-  assert cfg == dataclasses.replace(  # what a folder does not hold
+  assert cfg == dataclasses.replace(  # fields that config.json does not hold
     model.config, attention_scale=cfg.attention_scale, initializer_range=cfg.initializer_range
   )
   hf.check(tmp_path / 'model', cfg)
@@ -250,22 +250,22 @@ def test_layers_after_the_last_are_not_read_but_exported(model, params, tmp_path
 
 
 @pytest.mark.parametrize('targets', ['dense/.*', 'layers/o', 'q_b|o'])
-def test_adapters_of_one_stack_come_back(tmp_path, targets):
+def test_adapters_of_some_stacks_survive_export_and_load(tmp_path, targets):
   cfg = tiny.latent(lora=(2, 5.0, False, targets))
-  model = partition.build(cfg)
+  model = model_lib.build(cfg)
   params = model.init(jax.random.key(0))
   peft.writer(model, params, 'base')(tmp_path)
-  read = partition.build(dataclasses.replace(cfg, lora=peft.read_spec(tmp_path, dataclasses.replace(cfg, lora=()))))
+  read = model_lib.build(dataclasses.replace(cfg, lora=peft.read_spec(tmp_path, dataclasses.replace(cfg, lora=()))))
 
   def adapters(m):
     return {p for p in m.table if parameters.is_adapter(p)}
 
   assert adapters(read) == adapters(model)
-  loaded = peft.load(tmp_path, read, partition.trained_part(read).shardings(tiny.one_device()))
+  loaded = peft.load(tmp_path, read, model_lib.trained_part(read).shardings(tiny.one_device()))
   jax.tree.map(np.testing.assert_array_equal, loaded['lora'], params['lora'])
 
 
-def test_layers_that_config_does_not_speak_of_are_refused(model, params, tmp_path):
+def test_tensors_of_layers_beyond_the_config_are_refused(model, params, tmp_path):
   hf_export.save(tmp_path / 'model', model, params)
   config = tmp_path / 'model/config.json'
   config.write_text(json.dumps(json.loads(config.read_text()) | dict(num_hidden_layers=2)))
@@ -273,8 +273,8 @@ def test_layers_that_config_does_not_speak_of_are_refused(model, params, tmp_pat
     hf.check(tmp_path / 'model', hf.read_config(tmp_path / 'model'))
 
 
-def test_the_bias_that_chooses_is_never_rounded(tmp_path):
-  """`transformers` keeps it in float32 as well; in bfloat16, values that are close become equal."""
+def test_router_bias_is_stored_in_float32(tmp_path):
+  """As in transformers: in bfloat16, biases that are close would become equal."""
   model = model_lib.build(tiny.latent())
   params = model.init(jax.random.key(0), dtype=jnp.bfloat16)
   choice = 14 + 1e-3 * np.arange(16, dtype=np.float32).reshape(2, 8)
@@ -290,14 +290,14 @@ def test_the_bias_that_chooses_is_never_rounded(tmp_path):
   assert loaded['norm'].dtype == jnp.bfloat16
 
 
-def test_heads_are_sized_by_whole_numbers():
+def test_head_size_that_is_no_integer_is_refused():
   for field, value in (('qk_rope_head_dim', None), ('qk_rope_head_dim', '8')):
     raw = config_export.to_hf(tiny.latent()) | {field: value}
     with pytest.raises(InputError, match=field):
       config_json.from_hf(raw, 'config.json')
 
 
-def test_sizes_are_those_that_are_published():
+def test_number_of_parameters_equals_published_sizes():
   shape = dict(
     vocab_size=129_280,
     hidden_size=7168,

@@ -194,7 +194,7 @@ FIELDS = [
 
 
 @pytest.mark.parametrize('fields', FIELDS)
-def test_every_config_field_changes_the_logits(fields):
+def test_every_field_counts(fields):
   cfg = tiny.config(ropes=(llama3_rope(),))
   ids, weights = tiny.tokens((1, 40)), tiny.params(model_lib.build(cfg), 3)
   base, changed = (tiny.logits(model_lib.build(c), weights, ids) for c in (cfg, dataclasses.replace(cfg, **fields)))
@@ -237,7 +237,7 @@ def test_flops_per_token_are_near_the_count_of_xla(model):
   assert 0.9 < compiled.cost_analysis()['flops'] / estimated < 1.2
 
 
-def test_flops_per_token_count_only_keys_in_the_window(model):
+def test_a_window_saves_the_products_outside_it(model):
   cfg = model.config
   window = dataclasses.replace(cfg, layer_windows=(0, 16))
   saved = transformer.flops_per_token(cfg, 64) - transformer.flops_per_token(window, 64)

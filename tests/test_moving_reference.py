@@ -1,4 +1,4 @@
-"""A reference that follows the policy: TR-DPO's averages and resets, in every update and after a resume."""
+"""Tests of a reference model that follows the policy: averages and resets of TR-DPO, also after a resume."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +15,8 @@ from jaxpost.stage import config as config_lib
 
 
 @pytest.mark.parametrize('every, mix', [(1, 0.6), (3, 1.0), (2, 0.25)])
-def test_the_average_of_tr_dpo(every, mix):
-  """reference = mix policy + (1 - mix) reference after each `every` updates; between them it stays."""
+def test_reference_is_the_average_of_tr_dpo(every, mix):
+  """After each `every` updates, reference = mix policy + (1 - mix) reference. Between them, it stays the same."""
   optimizer = moving_reference.following(optax.sgd(0.1, momentum=0.9), every, mix)
   params = {'x': jnp.array([1.0, -2.0])}
   state = optimizer.init(params)
@@ -29,21 +29,21 @@ def test_the_average_of_tr_dpo(every, mix):
     np.testing.assert_allclose(state.reference['x'], reference, rtol=1e-6)
 
 
-def test_the_updates_are_those_without_a_reference():
-  plain, with_it = optax.adamw(0.1), moving_reference.following(optax.adamw(0.1), 2, 0.5)
+def test_updates_of_the_policy_do_not_depend_on_the_reference():
+  plain, with_reference = optax.adamw(0.1), moving_reference.following(optax.adamw(0.1), 2, 0.5)
   params = {'x': jnp.array([1.0, -2.0])}
-  states = plain.init(params), with_it.init(params)
+  states = plain.init(params), with_reference.init(params)
   for n in range(4):
     grads = {'x': jnp.array([0.3, 0.1]) * n}
-    one, first = plain.update(grads, states[0], params)
-    two, second = with_it.update(grads, states[1], params)
-    states = first, second
-    np.testing.assert_array_equal(one['x'], two['x'])
+    expected, plain_state = plain.update(grads, states[0], params)
+    actual, state_with_reference = with_reference.update(grads, states[1], params)
+    states = plain_state, state_with_reference
+    np.testing.assert_array_equal(expected['x'], actual['x'])
 
 
 @pytest.mark.parametrize('name', ['adamw', 'muon'])
-def test_the_optimizer_starts_anew_with_the_reference(name):
-  """ProRL: after a reset the moments are those of a new optimizer, and the learning rate goes on falling."""
+def test_reset_optimizer_restarts_moments_but_not_the_schedule(name):
+  """After a reset, the moments are those of a new optimizer, and the learning rate continues to decay (ProRL)."""
   schedule = optax.linear_schedule(1.0, 0.0, 10)
   make = {'adamw': optax.adamw, 'muon': optax.contrib.muon}[name]
   optimizer = moving_reference.following(make(schedule), 3, 1.0, reset_optimizer=True)
@@ -57,8 +57,10 @@ def test_the_optimizer_starts_anew_with_the_reference(name):
     updates, state = step(state, params, n)
     params = optax.apply_updates(params, updates)
   updates, _ = step(state, params, 5)
-  new = make(lambda count: schedule(count + 3))
-  expected, _ = new.update({'x': jnp.array([[0.3, 0.1], [-0.2, 0.4]]) * 5}, new.init(params), params)
+  new_optimizer = make(lambda count: schedule(count + 3))
+  expected, _ = new_optimizer.update(
+    {'x': jnp.array([[0.3, 0.1], [-0.2, 0.4]]) * 5}, new_optimizer.init(params), params
+  )
   np.testing.assert_allclose(updates['x'], expected['x'], rtol=1e-6)
 
 
@@ -76,22 +78,22 @@ def rows_of(folder, workdir, **over):
 @pytest.mark.long
 @pytest.mark.parametrize('rank', [0, 2])
 def test_a_reset_makes_policy_and_reference_equal(folder, tmp_path, rank):
-  """The loss of DPO is log 2 where they are; a resumed run goes on from the reference of its checkpoint."""
+  """The loss of DPO is log 2 while they are equal. A resumed run continues with the reference of its checkpoint."""
   over = dict(algorithm='dpo', data=dict(path='generated:arithmetic_pairs:max=99,ops=+,size=40'), lora=dict(rank=rank))
-  found = rows_of(folder, tmp_path / 'whole', **over, train=dict(steps=6))
-  equal = {step: abs(row['loss'] - np.log(2)) < 1e-5 for step, row in found.items()}
+  rows = rows_of(folder, tmp_path / 'whole', **over, train=dict(steps=6))
+  equal = {step: abs(row['loss'] - np.log(2)) < 1e-5 for step, row in rows.items()}
   assert equal == {1: True, 2: False, 3: True, 4: False, 5: True, 6: False}
   rows_of(folder, tmp_path / 'parts', **over, train=dict(steps=3))
   resumed = rows_of(folder, tmp_path / 'parts', **over, train=dict(steps=6))
-  assert resumed[4]['loss'] == found[4]['loss'] and resumed[6]['loss'] == found[6]['loss']
+  assert resumed[4]['loss'] == rows[4]['loss'] and resumed[6]['loss'] == rows[6]['loss']
 
 
 @pytest.mark.long
-def test_the_kl_of_grpo_starts_anew(folder, tmp_path):
+def test_reset_sets_the_kl_of_grpo_to_zero(folder, tmp_path):
   rollout = dict(prompts=4, group_size=4, max_prompt_length=32, max_new_tokens=8)
   over = dict(reward='regex_match?pattern=[aeiou]', rl=dict(kl_coef=0.1), rollout=rollout)
-  found = rows_of(folder, tmp_path, algorithm='grpo', **over, train=dict(steps=4, row_length=0))
-  assert [found[n]['kl'] < 1e-6 for n in (1, 2, 3, 4)] == [True, False, True, False]
+  rows = rows_of(folder, tmp_path, algorithm='grpo', **over, train=dict(steps=4, row_length=0))
+  assert [rows[n]['kl'] < 1e-6 for n in (1, 2, 3, 4)] == [True, False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +107,7 @@ def test_the_kl_of_grpo_starts_anew(folder, tmp_path):
     ('grpo', dict(rl=dict(kl_coef=0.1), rollout=dict(offload=True)), 'config.rollout.offload: cannot offload'),
   ],
 )
-def test_what_cannot_follow_is_refused(algorithm, over, message):
+def test_moving_reference_with_incompatible_options_is_refused(algorithm, over, message):
   parsed = config_lib.parse(dict(algorithm=algorithm, reward='x', reference=dict(every=2), data=dict(path='x'), **over))
   method = algorithms.load_algorithm(algorithm)
   with pytest.raises(InputError, match=message):

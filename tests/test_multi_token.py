@@ -25,7 +25,7 @@ from jaxpost.distributed.phases import make_layout
 from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import InputError
 from jaxpost.formats import hf, hf_export, multimodal, predictors, tensor_layout
-from jaxpost.models import custom, partition, saved_config
+from jaxpost.models import custom, saved_config
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
@@ -348,7 +348,7 @@ def test_rejection_sampling_trains_it(tmp_path):
 def test_work_is_counted_where_it_is_trained(make):
   cfg = make(more_heads=('mtp',))
   plain = model_lib.build(dataclasses.replace(cfg, more_heads=()))
-  trained, kept = (partition.freeze(model_lib.build(cfg), '', ahead) for ahead in (True, False))
+  trained, kept = (model_lib.freeze(model_lib.build(cfg), '', ahead) for ahead in (True, False))
   assert kept.flops_of_update(10) == plain.flops_of_update(10)
 
   share = cfg.experts.top_k / cfg.experts.num if cfg.experts else 1
@@ -367,7 +367,7 @@ def test_a_model_of_your_own_may_have_a_part_of_that_name():
       del positions, segment_ids
       return nn.Dense(8, name='mtp')(nn.Embed(16, 8, name='embed')(tokens))
 
-  model = partition.freeze(custom.linen(Net(), vocab_size=16, head='embed/embedding'), '')
+  model = model_lib.freeze(custom.linen(Net(), vocab_size=16, head='embed/embedding'), '')
   assert not model.frozen and not model.trains_mtp and model.flops_of_update(10) > 0
 
 

@@ -1,4 +1,4 @@
-"""Text models of multimodal folders that transformers makes: read, trained, and exported among the other parts."""
+"""Tests of text models in multimodal folders: they are read, trained, and exported with the other parts unchanged."""
 
 import json
 import pathlib
@@ -118,16 +118,16 @@ IDS = np.random.RandomState(0).randint(0, 250, (2, 13))
 
 
 @pytest.fixture(scope='module', params=MAKERS)
-def made(request, tmp_path_factory):
-  """(folder, logits [2, 13, V]) of a random multimodal model, whose text parameters are all other than at the start."""
+def multimodal_model(request, tmp_path_factory):
+  """Returns the folder and the logits [2, 13, V] of a random multimodal model."""
   torch.manual_seed(0)
   model = MAKERS[request.param]().eval()
-  with torch.no_grad():
+  with torch.no_grad():  # no parameter keeps its initial value
     for p in model.parameters():
       p.add_(torch.randn_like(p) * 0.05)
   folder = tmp_path_factory.mktemp(request.param) / 'model'
   model.save_pretrained(folder)
-  if request.param == 'gemma4':  # as published: with keys of a layer that reads those of another
+  if request.param == 'gemma4':  # as published, a layer that reads the keys of another layer has keys of its own
     weights = tensors(folder) | {'model.language_model.layers.2.self_attn.k_proj.weight': torch.ones(12, 24)}
     safetensors.torch.save_file(weights, folder / 'model.safetensors', metadata={'format': 'pt'})
   (folder / 'preprocessor_config.json').write_text('{"size": 28}')
@@ -140,30 +140,30 @@ def logits(model):
 
 
 def config_of(folder):
-  """Two steps of SFT that end in an export."""
+  """Returns the config of two steps of SFT with an export at the end."""
   over = dict(model=dict(text_only=True, tokenizer='bytes'), train=dict(steps=2), save=dict(export=True))
   return tiny.merged(tiny.run_config(str(folder)), over)
 
 
-def test_logits(made):
-  folder, wanted = made
+def test_logits_match_those_of_transformers(multimodal_model):
+  folder, expected = multimodal_model
   config = hf.read_config(folder, text_only=True)
   model = model_lib.build(config)
   params = hf.load_params(folder, model, model.shardings(tiny.one_device()), np.float32)
-  found = np.asarray(tiny.logits(model, params, IDS))[..., : wanted.shape[-1]]
-  assert np.abs(found - wanted).max() <= 3e-5 * np.abs(wanted).max()
+  actual = np.asarray(tiny.logits(model, params, IDS))[..., : expected.shape[-1]]
+  assert np.abs(actual - expected).max() <= 3e-5 * np.abs(expected).max()
 
 
-def test_a_multimodal_folder_is_refused_without_the_option(made):
+def test_multimodal_folder_without_text_only_is_refused(multimodal_model):
   """The message names the part and the field to set."""
   with pytest.raises(InputError, match='vision_config of .* set config.model.text_only=True'):
-    weight_sources.find(str(made[0]), 'config.model.path', {})
+    weight_sources.find(str(multimodal_model[0]), 'config.model.path', {})
 
 
 @pytest.mark.long
-def test_an_export_is_the_folder_with_another_text_model(made, tmp_path):
-  """transformers loads it as the multimodal model, of which only the text model has changed."""
-  folder, before = made
+def test_export_replaces_only_the_text_model(multimodal_model, tmp_path):
+  """transformers loads the export as the multimodal model."""
+  folder, before = multimodal_model
   jaxpost.run(config_of(folder), tmp_path / 'run')
   (export,) = (tmp_path / 'run').glob('**/model.safetensors.index.json')
   export = export.parent
@@ -179,39 +179,39 @@ def test_an_export_is_the_folder_with_another_text_model(made, tmp_path):
     (folder / 'config.json').read_text()
   )
   assert (export / 'preprocessor_config.json').read_text() == '{"size": 28}'
-  kind = getattr(transformers, json.loads((export / 'config.json').read_text())['architectures'][0])
-  model, info = kind.from_pretrained(export, dtype=torch.float32, output_loading_info=True)
+  model_class = getattr(transformers, json.loads((export / 'config.json').read_text())['architectures'][0])
+  model, info = model_class.from_pretrained(export, dtype=torch.float32, output_loading_info=True)
   assert not info['missing_keys'] and not info['unexpected_keys'] and not info['mismatched_keys']
   after = logits(model.eval())
   assert np.abs(after - before).max() > 1e-3
-  # It computes the trained function: the export is read again as a text model.
+  # Read again as a text model, the export has the logits of the multimodal model.
   config = hf.read_config(export, text_only=True)
-  ours = model_lib.build(config)
-  params = hf.load_params(export, ours, ours.shardings(tiny.one_device()), np.float32)
-  found = np.asarray(tiny.logits(ours, params, IDS))[..., : after.shape[-1]]
-  assert np.abs(found - after).max() <= 3e-5 * np.abs(after).max()
+  text_model = model_lib.build(config)
+  params = hf.load_params(export, text_model, text_model.shardings(tiny.one_device()), np.float32)
+  actual = np.asarray(tiny.logits(text_model, params, IDS))[..., : after.shape[-1]]
+  assert np.abs(actual - after).max() <= 3e-5 * np.abs(after).max()
 
 
-def test_experts_in_one_tensor_of_a_layer_are_read_apart(tmp_path):
-  """So is Qwen 3.5 published; an export has a tensor for each expert, as `transformers` writes it."""
+def test_experts_stacked_in_one_tensor_are_read(tmp_path):
+  """Qwen 3.5 is published in this form. An export has a tensor for each expert, as `transformers` writes it."""
   experts = config_lib.Experts(5, 2, 6, shared=1, shared_size=6, shared_gate=True)
   model = model_lib.build(tiny.hybrid('qwen3_5_moe_text', experts=experts))
   params = tiny.params(model)
   hf_export.save(tmp_path, model, params)
-  apart = {name.replace('model.', 'model.language_model.', 1): x for name, x in tensors(tmp_path).items()}
-  whole = {name: x for name, x in apart.items() if '.experts.' not in name}
+  per_expert = {name.replace('model.', 'model.language_model.', 1): x for name, x in tensors(tmp_path).items()}
+  stacked = {name: x for name, x in per_expert.items() if '.experts.' not in name}
   for layer in range(3):
     block = f'model.language_model.layers.{layer}.mlp.experts.'
     gate, up, down = (
-      torch.stack([apart[f'{block}{i}.{side}_proj.weight'] for i in range(5)]) for side in ('gate', 'up', 'down')
+      torch.stack([per_expert[f'{block}{i}.{side}_proj.weight'] for i in range(5)]) for side in ('gate', 'up', 'down')
     )
-    whole |= {f'{block}gate_up_proj': torch.cat([gate, up], 1), f'{block}down_proj': down}
-  safetensors.torch.save_file(whole, tmp_path / 'model.safetensors', metadata={'format': 'pt'})
+    stacked |= {f'{block}gate_up_proj': torch.cat([gate, up], 1), f'{block}down_proj': down}
+  safetensors.torch.save_file(stacked, tmp_path / 'model.safetensors', metadata={'format': 'pt'})
   (tmp_path / seals.NAME).unlink()
-  found = hf.load_params(tmp_path, model, model.shardings(tiny.one_device()), np.float32)
-  jax.tree.map(np.testing.assert_array_equal, found, params)
+  loaded = hf.load_params(tmp_path, model, model.shardings(tiny.one_device()), np.float32)
+  jax.tree.map(np.testing.assert_array_equal, loaded, params)
   with multimodal.Origin(tmp_path) as origin:
-    assert {origin.name(name.replace('language_model.', '', 1)) for name in apart} == apart.keys()
+    assert {origin.name(name.replace('language_model.', '', 1)) for name in per_expert} == per_expert.keys()
     assert not origin.others((), '')
 
 
@@ -222,8 +222,8 @@ def tensors(folder):
 
 
 @pytest.mark.parametrize('path', ['', 'run', 'run@2', 'text', 'adapter'])
-def test_models_without_other_parts_are_exported_as_text_models(path, tmp_path):
-  """The option has no effect on random weights, runs, folders of text models, and adapters on these."""
+def test_text_only_has_no_effect_on_text_models(path, tmp_path):
+  """Random weights, runs, folders of text models, and adapters on these are exported as text models."""
   tiny.folder(tmp_path / 'text')
   (tmp_path / 'run' / 'checkpoints').mkdir(parents=True)
   (tmp_path / 'adapter').mkdir()
@@ -234,8 +234,8 @@ def test_models_without_other_parts_are_exported_as_text_models(path, tmp_path):
   assert model_folders.origin(section, tiny.config()) is None
 
 
-def test_the_export_of_a_quantized_folder_says_nothing_of_it(tmp_path):
-  """The text model is exported in floats, and `transformers` would take them for blocks of float8."""
+def test_export_of_a_quantized_folder_has_no_quantization_config(tmp_path):
+  """The text model is exported in floats, which `transformers` would otherwise read as blocks of float8."""
   quantized = dict(quantization_config=dict(quant_method='fp8', weight_block_size=[128, 128]))
   config = dict(model_type='mistral3', vision_config=dict(depth=2), text_config=dict(hidden_size=8) | quantized)
   (tmp_path / 'config.json').write_text(json.dumps(config | quantized))

@@ -116,7 +116,7 @@ def test_explanation_handles_arrays_with_several_numbers_per_token():
   assert text == '; not finite: policy loss, values in rows 1, top in rows 2'
 
 
-def test_run_stops_at_max_skipped_and_saves_no_nan(model, tmp_path):
+def test_the_run_stops_at_the_limit_and_saves_no_nan(model, tmp_path):
   config = poisoned(model, tmp_path, 0.5, optim=dict(max_skipped=3), save=dict(every=2))
   with pytest.raises(
     FloatingPointError, match=(r'about 3 steps up to 3.*not finite: policy .*trap in rows 0, 1, 2, 3')
@@ -214,7 +214,7 @@ def spoil_update(monkeypatch, number, spoil, only=lambda role: True):
 
 @pytest.mark.parametrize('lora', [dict(), dict(rank=2)], ids=['all weights', 'adapters'])
 @pytest.mark.parametrize('part, name', [('params', ''), ('opt_state', 'mu'), ('opt_state', 'nu')])
-def test_state_that_is_not_finite_is_never_saved(model, tmp_path, monkeypatch, lora, part, name):
+def test_a_state_that_is_not_finite_is_never_saved(model, tmp_path, monkeypatch, lora, part, name):
   """Each step is saved; the state turns NaN in memory after the second step."""
 
   def spoil(role, batch):
@@ -294,7 +294,7 @@ def test_step_with_nan_from_the_teacher_is_skipped(model, tmp_path, monkeypatch,
 
 @pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
-def test_weights_that_are_not_finite_are_refused_with_the_tensor(model, tmp_path, dtype, value):
+def test_weights_that_are_not_finite_are_refused_by_name(model, tmp_path, dtype, value):
   shutil.copytree(model, tmp_path / 'bad')
   file = tmp_path / 'bad/model.safetensors'
   tensors = {k: v.astype(dtype) for k, v in safetensors.numpy.load_file(file).items()}

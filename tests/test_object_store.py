@@ -1,7 +1,7 @@
-"""Models and runs on an object store: a fake one, below a folder.
+"""Tests of models and runs on object stores (gs://, s3://), with a fake store in a folder.
 
-It has what gs:// and s3:// have: no append, no folders without files, and a
-rename that copies.
+Like these stores, the fake cannot append to a file, has no folders without files, and
+copies a file to rename it.
 """
 
 import contextlib
@@ -37,8 +37,8 @@ from jaxpost.tools import inference
 CONSOLE = rich.console.Console(quiet=True)
 
 
-class Objects(backend.Backend):
-  """gs:// as files below `root`; counts what is read."""
+class FakeStore(backend.Backend):
+  """A store that keeps objects as files below `root` and counts the bytes that are read."""
 
   def __init__(self, root):
     self.root, self.read = pathlib.Path(root), 0
@@ -51,7 +51,7 @@ class Objects(backend.Backend):
     if 'w' in mode:
       self._at(path).parent.mkdir(parents=True, exist_ok=True)
       return open(self._at(path), mode)
-    return Counted(open(self._at(path), mode), self)
+    return CountingFile(open(self._at(path), mode), self)
 
   def exists(self, path):
     return self._at(path).is_file() or self.isdir(path)
@@ -94,15 +94,15 @@ class Objects(backend.Backend):
     return backend.os_backend.stat(self._at(path))
 
 
-class Counted:
-  """A file that tells its store how much of it was read."""
+class CountingFile:
+  """A file that adds to its store the number of bytes read."""
 
-  def __init__(self, file, objects):
-    self._file, self._objects = file, objects
+  def __init__(self, file, store):
+    self._file, self._store = file, store
 
   def read(self, size=-1):
     data = self._file.read(size)
-    self._objects.read += len(data)
+    self._store.read += len(data)
     return data
 
   def __getattr__(self, name):
@@ -117,15 +117,15 @@ class Counted:
 
 @pytest.fixture
 def objects(tmp_path, monkeypatch):
-  found = Objects(tmp_path / 'objects')
+  store = FakeStore(tmp_path / 'objects')
   for scheme in 'gs', 's3':
-    monkeypatch.setitem(gpath._PREFIX_TO_BACKEND, scheme, found)
+    monkeypatch.setitem(gpath._PREFIX_TO_BACKEND, scheme, store)
   monkeypatch.setattr(gpath, '_is_tf_installed', lambda: False)
   (tmp_path / 'cwd').mkdir()
-  monkeypatch.chdir(tmp_path / 'cwd')  # where a path taken for local would go
+  monkeypatch.chdir(tmp_path / 'cwd')  # a path that is mistaken for a local one would be written here
   object_store.check.cache_clear()
   remote_lib.here.cache_clear()
-  yield found
+  yield store
   assert not list((tmp_path / 'cwd').iterdir())
 
 
@@ -145,22 +145,22 @@ def config(model, **over):
 
 
 @pytest.mark.parametrize('scheme', ['gs', 's3'])
-def test_a_run_on_a_store_is_as_on_a_disk(objects, tmp_path, scheme):
+def test_run_on_a_store_equals_run_on_a_disk(objects, tmp_path, scheme):
   model = tiny.folder(tmp_path / 'model', num_layers=2)
   stages.run(config(model), tmp_path / 'local', CONSOLE)
   remote_lib.upload(model, f'{scheme}://bucket/model')
   run = f'{scheme}://bucket/runs/one'
-  made = config(f'{scheme}://bucket/model')
-  stages.run(tiny.merged(made, dict(train=dict(steps=2))), run, CONSOLE)
-  there = objects.root / 'bucket/runs/one'
-  shutil.rmtree(there / 'export')
-  summary = stages.run(made, run, CONSOLE)  # goes on after step 2
+  run_config = config(f'{scheme}://bucket/model')
+  stages.run(tiny.merged(run_config, dict(train=dict(steps=2))), run, CONSOLE)
+  run_folder = objects.root / 'bucket/runs/one'
+  shutil.rmtree(run_folder / 'export')
+  summary = stages.run(run_config, run, CONSOLE)  # resumes after step 2
 
   def rows(where):
     return [r for r in metrics.comparable_rows(where / 'metrics.jsonl') if r['step'] != 2 or r['split'] == 'train']
 
-  assert rows(there) == rows(tmp_path / 'local')
-  assert len(rows(there)) == 6 and len((there / 'resumes.jsonl').read_text().splitlines()) == 1
+  assert rows(run_folder) == rows(tmp_path / 'local')
+  assert len(rows(run_folder)) == 6 and len((run_folder / 'resumes.jsonl').read_text().splitlines()) == 1
 
   def names(folder):
     return {
@@ -169,22 +169,22 @@ def test_a_run_on_a_store_is_as_on_a_disk(objects, tmp_path, scheme):
       if p.is_file() and 'state' not in p.parts
     }
 
-  # To which nothing can be appended: no timeline.
-  assert names(there) - {'resumes.jsonl'} == names(tmp_path / 'local') - {'timeline/sft.json'}
+  # A store cannot append, so a run on it writes no timeline.
+  assert names(run_folder) - {'resumes.jsonl'} == names(tmp_path / 'local') - {'timeline/sft.json'}
   assert summary['paths']['export'] == f'{run}/export'
   for name in 'model.safetensors', 'config.json', 'README.md':
-    a, b = ((w / 'export' / name).read_bytes() for w in (there, tmp_path / 'local'))
-    # The card names the folder that the weights began from.
+    a, b = ((w / 'export' / name).read_bytes() for w in (run_folder, tmp_path / 'local'))
+    # The card names the folder of the initial weights, which differs.
     assert re.sub(rb'base model \| .*', b'', a) == re.sub(rb'base model \| .*', b'', b), name
-  assert stages.run(made, run, CONSOLE) == summary  # was finished before
+  assert stages.run(run_config, run, CONSOLE) == summary  # the run had finished
 
-  found = inference.from_run(run, step=4)
-  other = inference.from_folder(f'{run}/export')
-  for a, b in zip(*(jax.tree.leaves(w.params) for w in (found, other))):
+  from_run = inference.from_run(run, step=4)
+  from_export = inference.from_folder(f'{run}/export')
+  for a, b in zip(*(jax.tree.leaves(w.params) for w in (from_run, from_export))):
     np.testing.assert_array_equal(a, b)
 
 
-def test_adapters_go_both_ways(objects, tmp_path):
+def test_adapter_and_merged_export_on_a_store_load_the_same_weights(objects, tmp_path):
   model = tiny.folder(tmp_path / 'model', num_layers=2)
   remote_lib.upload(model, 'gs://bucket/model')
   stages.run(config('gs://bucket/model', lora=dict(rank=2)), 'gs://bucket/one', CONSOLE)
@@ -194,28 +194,28 @@ def test_adapters_go_both_ways(objects, tmp_path):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_a_damaged_step_is_passed_over(objects):
-  keeper = Checkpointer('gs://bucket/run', keep=2)
+def test_restore_skips_a_damaged_step(objects):
+  writer = Checkpointer('gs://bucket/run', keep=2)
   tree = {'w': jax.numpy.arange(8.0)}
   for step in 1, 2:
-    keeper.save(step, jax.tree.map(lambda x, n=step: n * x, tree), {'at': step})
-  keeper.close()
+    writer.save(step, jax.tree.map(lambda x, n=step: n * x, tree), {'at': step})
+  writer.close()
   file = max(
     (p for p in (objects.root / 'bucket/run/2/state').rglob('*') if p.is_file()), key=lambda p: p.stat().st_size
   )
   data = bytearray(file.read_bytes())
   data[len(data) // 2] ^= 1
   file.write_bytes(data)
-  said = []
+  warnings = []
   template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
-  again = Checkpointer('gs://bucket/run')
+  reader = Checkpointer('gs://bucket/run')
   arrays = (objects.root / 'bucket/run/2/state').rename(objects.root / 'away')
-  assert again.restore_meta() == {'at': 2}  # it needs no arrays
-  assert again.leaves() == {'w': [[8], 'float32']}
+  assert reader.restore_meta() == {'at': 2}  # reading the metadata needs no arrays
+  assert reader.leaves() == {'w': [[8], 'float32']}
   arrays.rename(objects.root / 'bucket/run/2/state')
-  step, state, meta = again.restore(template, warn=said.append)
-  again.close()
-  assert step == 1 and meta == {'at': 1} and len(said) == 1
+  step, state, meta = reader.restore(template, warn=warnings.append)
+  reader.close()
+  assert step == 1 and meta == {'at': 1} and len(warnings) == 1
   np.testing.assert_array_equal(state['w'], tree['w'])
 
 
@@ -252,42 +252,42 @@ def tensors(objects):
 def test_slices_are_those_of_a_local_file(tensors, name, index):
   remote = epath.Path('gs://bucket/x.safetensors')
   with remote.open('rb') as file, safetensors.safe_open(tensors, framework='np') as local:
-    mine = safetensors_file.tensors(file, remote.stat().length)
-    assert mine.keys() == set(local.keys())
-    theirs = local.get_slice(name)
-    assert mine[name].get_shape() == theirs.get_shape()
-    assert mine[name].get_dtype() == theirs.get_dtype()
-    np.testing.assert_array_equal(mine[name][index], theirs[index], strict=True)
+    actual = safetensors_file.tensors(file, remote.stat().length)
+    assert actual.keys() == set(local.keys())
+    expected = local.get_slice(name)
+    assert actual[name].get_shape() == expected.get_shape()
+    assert actual[name].get_dtype() == expected.get_dtype()
+    np.testing.assert_array_equal(actual[name][index], expected[index], strict=True)
 
 
-def test_a_frame_that_is_kept_keeps_no_file_open(tensors, monkeypatch):
-  """A watchdog on another thread looks at all frames, at any moment."""
-  kept, frombuffer = [], np.frombuffer
+def test_reference_to_a_reading_frame_keeps_no_file_open(tensors, monkeypatch):
+  """A watchdog on another thread may look at all frames at any moment."""
+  frames, frombuffer = [], np.frombuffer
 
-  def looked_at(*args):
+  def keeping_frames(*args):
     frame = sys._getframe()
     while frame := frame.f_back:
-      kept.append(frame)
+      frames.append(frame)
     return frombuffer(*args)
 
-  monkeypatch.setattr(np, 'frombuffer', looked_at)
+  monkeypatch.setattr(np, 'frombuffer', keeping_frames)
   with contextlib.ExitStack() as stack:
     read = model_folder.open_file(epath.Path(tensors), stack)['a'][slice(1, 3)]
-  assert kept and read.shape[0] == 2
+  assert frames and read.shape[0] == 2
 
 
 def test_only_the_rows_of_a_shard_are_read(tensors, objects):
   with epath.Path('gs://bucket/x.safetensors').open('rb') as file:
-    found = safetensors_file.tensors(file, tensors.stat().st_size)
+    arrays = safetensors_file.tensors(file, tensors.stat().st_size)
     objects.read = 0
-    found['a'][slice(2, 4), slice(0, 2)]
+    arrays['a'][slice(2, 4), slice(0, 2)]
   assert objects.read == 2 * 5 * 4 * 4
 
 
 @pytest.mark.parametrize(
   'data', [b'', b'short', (1 << 40).to_bytes(8, 'little') + b'{}', (4).to_bytes(8, 'little') + b'{"a"']
 )
-def test_what_is_no_safetensors(objects, tmp_path, data):
+def test_unreadable_safetensors_is_refused(objects, tmp_path, data):
   model = pathlib.Path(tiny.folder(tmp_path / 'model'))
   (model / 'model.safetensors').write_bytes(data)
   remote_lib.upload(model, 'gs://bucket/model')
@@ -296,7 +296,7 @@ def test_what_is_no_safetensors(objects, tmp_path, data):
   assert '\n' not in str(e.value)
 
 
-def test_a_cut_file_is_named(objects, tmp_path):
+def test_truncated_file_is_refused_with_its_name(objects, tmp_path):
   model = pathlib.Path(tiny.folder(tmp_path / 'model'))
   file = model / 'model.safetensors'
   file.write_bytes(file.read_bytes()[:-4])
@@ -315,7 +315,7 @@ def test_a_cut_file_is_named(objects, tmp_path):
     {'a': dict(dtype='F32', shape=[1], data_offsets=[4, 0])},
   ],
 )
-def test_a_damaged_header_is_named(header):
+def test_damaged_header_is_refused(header):
   text = json.dumps(header).encode()
   data = len(text).to_bytes(8, 'little') + text + bytes(4)
   with pytest.raises(ValueError, match='its header'):
@@ -342,18 +342,18 @@ def test_a_missing_extra_is_named(monkeypatch, path, package, extra):
     assert '\n' not in str(error.value)
 
 
-def test_an_unknown_store_is_named():
+def test_unknown_store_is_refused():
   with pytest.raises(InputError, match='--workdir: hdfs://a/b: only the object stores'):
     stages.run(tiny.run_config(''), 'hdfs://a/b', CONSOLE)
 
 
-def test_a_model_that_is_not_there(objects):
+def test_missing_model_is_refused(objects):
   with pytest.raises(InputError, match='gs://bucket/none does not exist'):
     stages.run(config('gs://bucket/none'), 'gs://bucket/run', CONSOLE)
 
 
-def test_a_slice_of_an_object_is_all_that_is_fetched():
-  """fsspec would read megabytes ahead at every slice."""
+def test_read_fetches_only_the_requested_range():
+  """fsspec by itself would read megabytes ahead at every slice."""
   data, fetched = os.urandom(20_000_000), []
 
   class Object(spec.AbstractBufferedFile):
@@ -362,7 +362,8 @@ def test_a_slice_of_an_object_is_all_that_is_fetched():
       return data[start:end]
 
   def read(file):
-    return (file.seek(7_000_000), file.read(1000))[1]
+    file.seek(7_000_000)
+    return file.read(1000)
 
   assert read(Object(None, 'x', size=len(data))) == data[7_000_000:7_001_000]
   assert fetched.pop() > 1_000_000

@@ -1,7 +1,4 @@
-"""Online DPO: which samples become a pair, and how pairs are packed.
-
-Legend: N sequences, G samples a prompt, C completion tokens, B rows, T tokens.
-"""
+"""`algorithms.online_dpo`: which samples of a group become a pair, how pairs are packed, and whole runs."""
 
 import json
 import types
@@ -23,7 +20,7 @@ NAN = np.nan
 
 
 def experience(rewards, finished=True):
-  """Three prompts of 3, 4, 5 tokens; all tokens differ."""
+  """Groups of three prompts with 3, 4 and 5 tokens. Completions have tokens from 100 on, prompts from 500 on."""
   n = GROUPS * SIZE
   prompts = tuple(Prompt(i, 500 + np.arange(10 * i, 10 * i + 3 + i), '', {}) for i in range(GROUPS))
   lengths = 2 + np.arange(n) % 4
@@ -40,48 +37,42 @@ def experience(rewards, finished=True):
 
 
 def settings(**over):
-  (config,) = config_lib.parse(
-    tiny.merged(
-      config_lib.defaults(),
-      tiny.merged(
-        dict(
-          algorithm='online_dpo', rollout=dict(prompts=GROUPS, group_size=SIZE, max_prompt_length=5, max_new_tokens=C)
-        ),
-        over,
-      ),
-    )
-  ).values()
+  """The resolved and checked config."""
+  rollout = dict(prompts=GROUPS, group_size=SIZE, max_prompt_length=5, max_new_tokens=C)
+  over = tiny.merged(dict(algorithm='online_dpo', rollout=rollout), over)
+  (config,) = config_lib.parse(tiny.merged(config_lib.defaults(), over)).values()
   config = config_lib.resolve(config, online_dpo.ONLINE_DPO.defaults)
   online_dpo.ONLINE_DPO.check(config)
   return config
 
 
-def chosen(rewards, finished=True, **over):
-  made = online_dpo.credit(experience(rewards, finished), settings(**over))
-  return np.sign(made.arrays['choice'].sum(1)), made
+def choose(rewards, finished=True, **over):
+  """(1 for each chosen sample, -1 for each rejected one, 0 for others; the credit)."""
+  credit = online_dpo.credit(experience(rewards, finished), settings(**over))
+  return np.sign(credit.arrays['choice'].sum(1)), credit
 
 
-def test_best_and_worst_of_each_group():
-  found, made = chosen([[1, 3, 0, 2], [1, 1, 1, 1], [NAN, 5, NAN, 4]])
-  np.testing.assert_array_equal(found.reshape(GROUPS, SIZE), [[0, 1, -1, 0], [0, 0, 0, 0], [0, 1, 0, -1]])
-  assert made.metrics == dict(pairs=2, groups_without_pair=1, reward_gap=(3 + 1) / 2)
+def test_best_and_worst_of_each_group_are_the_pair():
+  choice, credit = choose([[1, 3, 0, 2], [1, 1, 1, 1], [NAN, 5, NAN, 4]])
+  np.testing.assert_array_equal(choice.reshape(GROUPS, SIZE), [[0, 1, -1, 0], [0, 0, 0, 0], [0, 1, 0, -1]])
+  assert credit.metrics == dict(pairs=2, groups_without_pair=1, reward_gap=(3 + 1) / 2)
 
 
-def test_groups_that_have_no_two_rewards_are_counted():
-  found, made = chosen([[NAN] * 4, [NAN, 1, NAN, NAN], [2, 2, 2, NAN]])
-  assert not found.any() and not made.mask.any()
-  assert made.metrics == dict(pairs=0, groups_without_pair=3)
+def test_groups_without_two_different_rewards_are_counted():
+  choice, credit = choose([[NAN] * 4, [NAN, 1, NAN, NAN], [2, 2, 2, NAN]])
+  assert not choice.any() and not credit.mask.any()
+  assert credit.metrics == dict(pairs=0, groups_without_pair=3)
 
 
 def test_truncated_samples_are_left_out():
   finished = np.array([True, False, True, True] * GROUPS)
-  found, made = chosen([[1, 3, 0, 2]] * 3, finished, rl=dict(mask_truncated=True))
-  np.testing.assert_array_equal(found.reshape(GROUPS, SIZE)[0], [0, 0, -1, 1])
-  assert made.metrics['masked_truncated'] == 3
+  choice, credit = choose([[1, 3, 0, 2]] * 3, finished, rl=dict(mask_truncated=True))
+  np.testing.assert_array_equal(choice.reshape(GROUPS, SIZE)[0], [0, 0, -1, 1])
+  assert credit.metrics['masked_truncated'] == 3
 
 
 @pytest.mark.parametrize('share', [True, False])
-def test_pairs_hold_the_sampled_tokens(share):
+def test_packed_pairs_hold_the_sampled_tokens(share):
   config = settings(preference=dict(share_prompt=share))
   shape = batch_shape.batch_shape(config, True, 1)
   rows, length = shape.rows, shape.row_length
@@ -92,7 +83,7 @@ def test_pairs_hold_the_sampled_tokens(share):
   assert batch.tokens.shape == (rows, length)
   assert batch.loss_weights.sum() == pytest.approx(data.rollout.lengths[[1, 2, 9, 11]].sum() / 2)
   assert set(batch.arrays) == {'nll_weights'}
-  found = {}
+  sides = {}  # sample -> 1 if it is chosen, 0 if it is rejected
   for r in range(rows):
     for number in range(1, batch.sequence_ids[r].max() + 1):
       at = np.flatnonzero(batch.sequence_ids[r] == number)
@@ -103,14 +94,14 @@ def test_pairs_hold_the_sampled_tokens(share):
       assert batch.positions[r, start] == len(prompt) - 1
       np.testing.assert_array_equal(batch.tokens[r, at], data.rollout.completions[n, : data.rollout.lengths[n]])
       np.testing.assert_array_equal(batch.positions[r, at], len(prompt) + np.arange(len(at)))
-      found[n] = number % 2
-  assert found == {1: 1, 2: 0, 9: 1, 11: 0}  # the chosen ones are odd
+      sides[n] = number % 2  # sequences of chosen answers have odd numbers
+  assert sides == {1: 1, 2: 0, 9: 1, 11: 0}
   times = (batch.tokens == 500).sum()
   assert times == (1 if share else 2)
 
 
 @pytest.mark.parametrize('share', [True, False])
-def test_every_step_has_one_shape(share):
+def test_batch_shape_does_not_depend_on_the_number_of_pairs(share):
   config = settings(preference=dict(share_prompt=share))
   shape = batch_shape.batch_shape(config, True, 1)
   rows, length = shape.rows, shape.row_length
@@ -122,9 +113,9 @@ def test_every_step_has_one_shape(share):
       k: np.shape(v) for k, v in vars(batch).items() if k != 'arrays' and v is not None and len(v)
     }, batch.loss_weights.sum()
 
-  full, some = shapes([[1, 3, 0, 2]] * 3)
-  empty, none = shapes([[1, 1, 1, 1]] * 3)
-  assert full == empty and some > 0 and none == 0
+  full, full_weight = shapes([[1, 3, 0, 2]] * 3)
+  empty, empty_weight = shapes([[1, 1, 1, 1]] * 3)
+  assert full == empty and full_weight > 0 and empty_weight == 0
   assert 'sequence_ids' in full and ('branch_ids' in full) == share
 
 
@@ -144,13 +135,13 @@ def test_every_step_has_one_shape(share):
     (dict(preference=dict(losses=('ipo2',))), "did you mean 'ipo'"),
   ],
 )
-def test_bad_input(over, message):
+def test_config_that_online_dpo_cannot_use_is_refused(over, message):
   with pytest.raises(InputError, match=f'config.*{message}'):
     settings(**over)
 
 
-def test_a_run(tmp_path):
-  """The step before anything is learnt holds, and each program is one."""
+def test_run_starts_at_loss_log_2_and_compiles_each_program_once(tmp_path):
+  """Before the first update, the policy equals its reference: the margin is 0."""
   model = tiny.folder(tmp_path / 'nano')
   config = tiny.grpo_config(model, algorithm='online_dpo', train=dict(steps=3), rl=dict(dynamic_sampling=2))
   jaxpost.run(config, tmp_path / 'run')
@@ -163,9 +154,7 @@ def test_a_run(tmp_path):
   assert programs.count('update') == programs.count('score') == 1
 
 
-def test_a_run_without_a_pair_goes_on(tmp_path):
-  """Nothing to prefer is no error: loss 0, gradient 0, counted."""
-
+def test_steps_without_a_pair_have_loss_zero_and_are_counted(tmp_path):
   def constant(completions, **columns):
     return [1.0] * len(completions)
 

@@ -1,4 +1,7 @@
-"""The OpenAI-compatible server: its JSON, its tokens, and many at once."""
+"""`openai_server.Endpoint` and `launch.serve`: replies, log-probs, streams, tool calls, bad requests and adapters.
+
+Most tests send HTTP requests to one server of a tiny random model with a byte tokenizer, whose token ids are bytes.
+"""
 
 import concurrent.futures
 import contextlib
@@ -33,7 +36,7 @@ from jaxpost.environments.openai_server import Endpoint
 from jaxpost.environments.shared_engines import FairLock
 from jaxpost.errors import InputError
 from jaxpost.formats import peft
-from jaxpost.models import partition
+from jaxpost.models import model as model_lib
 from jaxpost.rollout.sampler_config import SamplerConfig
 from jaxpost.rollout.sequence import Completion
 from jaxpost.stage import on_policy
@@ -70,6 +73,7 @@ def server(weights):
 
 
 def post(url, path, key='', raw=None, **body):
+  """(status, text) of the reply to a body, which is sent as JSON, or to the bytes `raw`."""
   request = urllib.request.Request(
     f'{url}/{path}',
     json.dumps(body).encode() if raw is None else raw,
@@ -83,6 +87,7 @@ def post(url, path, key='', raw=None, **body):
 
 
 def ask(server, path, **body):
+  """The JSON of the reply to a request that must succeed."""
   code, text = post(server[0].url, path, **body)
   assert code == 200, text
   return json.loads(text)
@@ -91,8 +96,8 @@ def ask(server, path, **body):
 HELLO = [{'role': 'user', 'content': 'hello'}]
 
 
-def test_a_chat(server, weights):
-  found = ask(
+def test_chat_reply_has_messages_log_probs_usage_and_is_recorded(server, weights):
+  reply = ask(
     server,
     'chat/completions',
     model='x',
@@ -105,54 +110,56 @@ def test_a_chat(server, weights):
   )
   t = weights.inputs.tokenizer
   text, _ = t.render_chat(HELLO, generation_prompt=True)
-  assert found['prompt_token_ids'] == t.encode(text)
-  assert found['object'] == 'chat.completion' and found['model'] == 'nano'
-  assert [c['index'] for c in found['choices']] == [0, 1]
-  for choice in found['choices']:
+  assert reply['prompt_token_ids'] == t.encode(text)
+  assert reply['object'] == 'chat.completion' and reply['model'] == 'nano'
+  assert [c['index'] for c in reply['choices']] == [0, 1]
+  for choice in reply['choices']:
     ids = choice['token_ids']
     assert choice['message'] == {'role': 'assistant', 'content': t.decode(ids)}
     assert 1 <= len(ids) <= 9
     assert choice['finish_reason'] == ('stop' if ids[-1] in t.stop_ids else 'length')
     assert len(choice['logprobs']['content']) == len(ids)
     assert all(x['logprob'] <= 0 for x in choice['logprobs']['content'])
-  assert found['choices'][0]['token_ids'] != found['choices'][1]['token_ids']
-  drawn = sum(len(c['token_ids']) for c in found['choices'])
-  assert found['usage'] == dict(
+  assert reply['choices'][0]['token_ids'] != reply['choices'][1]['token_ids']
+  drawn = sum(len(c['token_ids']) for c in reply['choices'])
+  assert reply['usage'] == dict(
     prompt_tokens=len(t.encode(text)), completion_tokens=drawn, total_tokens=len(t.encode(text)) + drawn
   )
-  mine = [e for e in server[1] if e['session'] == 'agent-7']
-  assert [e['ids'] for e in mine] == [c['token_ids'] for c in found['choices']]
-  assert [e['logprobs'] for e in mine] == [[x['logprob'] for x in c['logprobs']['content']] for c in found['choices']]
+  recorded = [e for e in server[1] if e['session'] == 'agent-7']
+  assert [e['ids'] for e in recorded] == [c['token_ids'] for c in reply['choices']]
+  assert [e['logprobs'] for e in recorded] == [
+    [x['logprob'] for x in c['logprobs']['content']] for c in reply['choices']
+  ]
 
 
-def test_log_probs_are_those_of_the_model(server, weights):
-  found = ask(server, 'completions', prompt='1+1=', max_tokens=6, logprobs=1)
-  choice = found['choices'][0]
-  ids = np.array([[*found['prompt_token_ids'], *choice['token_ids']]])
+def test_log_probs_match_forward_pass_of_model(server, weights):
+  reply = ask(server, 'completions', prompt='1+1=', max_tokens=6, logprobs=1)
+  choice = reply['choices'][0]
+  ids = np.array([[*reply['prompt_token_ids'], *choice['token_ids']]])
   logits = tiny.logits(weights.inputs.model, weights.params, ids)[0]
   logits = logits - logits.max(-1, keepdims=True)
   logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-  start = len(found['prompt_token_ids'])
-  want = [logp[start - 1 + i, t] for i, t in enumerate(choice['token_ids'])]
-  have = choice['logprobs']['token_logprobs']
-  assert np.abs(np.array(have) - want).max() < 1e-4
+  start = len(reply['prompt_token_ids'])
+  expected = [logp[start - 1 + i, t] for i, t in enumerate(choice['token_ids'])]
+  actual = choice['logprobs']['token_logprobs']
+  assert np.abs(np.array(actual) - expected).max() < 1e-4
   assert ''.join(choice['logprobs']['tokens']).startswith(choice['text'][:1])
 
 
-def test_top_logprobs(server, weights):
+def test_top_logprobs_match_forward_pass_of_model(server, weights):
   """A request gets as many log-probs as it asks for, of the distribution of the model."""
-  found = ask(server, 'chat/completions', messages=HELLO, max_tokens=3, temperature=1.0, logprobs=True, top_logprobs=3)
-  ids = np.array([[*found['prompt_token_ids'], *found['choices'][0]['token_ids']]])
+  reply = ask(server, 'chat/completions', messages=HELLO, max_tokens=3, temperature=1.0, logprobs=True, top_logprobs=3)
+  ids = np.array([[*reply['prompt_token_ids'], *reply['choices'][0]['token_ids']]])
   logits = tiny.logits(weights.inputs.model, weights.params, ids)[0]
   logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
   decode = weights.inputs.tokenizer.decode
-  for at, entry in enumerate(found['choices'][0]['logprobs']['content']):
-    row = logp[len(found['prompt_token_ids']) - 1 + at]
-    best = np.argsort(-row)[:3]
-    assert [x['token'] for x in entry['top_logprobs']] == [decode([i], skip_special=False) for i in best]
-    np.testing.assert_allclose([x['logprob'] for x in entry['top_logprobs']], row[best], atol=1e-4)
-  text = ask(server, 'completions', prompt='ab', max_tokens=2, logprobs=2)
-  first, _ = text['choices'][0]['logprobs']['top_logprobs']
+  for at, entry in enumerate(reply['choices'][0]['logprobs']['content']):
+    row = logp[len(reply['prompt_token_ids']) - 1 + at]
+    top = np.argsort(-row)[:3]
+    assert [x['token'] for x in entry['top_logprobs']] == [decode([i], skip_special=False) for i in top]
+    np.testing.assert_allclose([x['logprob'] for x in entry['top_logprobs']], row[top], atol=1e-4)
+  completion = ask(server, 'completions', prompt='ab', max_tokens=2, logprobs=2)
+  first, _ = completion['choices'][0]['logprobs']['top_logprobs']
   assert 1 <= len(first) <= 2 and max(first.values()) <= 0
   plain = ask(server, 'completions', prompt='ab', max_tokens=2)
   assert plain['choices'][0]['logprobs'] is None
@@ -180,21 +187,21 @@ def test_an_episode_goes_on_after_a_request_that_the_engine_refuses(server, weig
 
 
 @pytest.mark.parametrize('max_tokens', [0, 1])
-def test_a_prompt_is_echoed_with_its_log_probs(max_tokens, server, weights):
-  """Texts, offsets and log-probs of all tokens, whatever the temperature of what is drawn."""
+def test_echoed_prompt_has_log_probs_of_its_tokens(max_tokens, server, weights):
+  """Texts, offsets and log-probs of all tokens; those of the prompt do not depend on the temperature."""
   recorded = len(server[1])
-  asked = dict(prompt='h\u00e9: 1+1=2', max_tokens=max_tokens, logprobs=2, echo=True, temperature=0.5)
-  found = ask(server, 'completions', **asked)
-  choice, ids = found['choices'][0], found['prompt_token_ids']
+  body = dict(prompt='h\u00e9: 1+1=2', max_tokens=max_tokens, logprobs=2, echo=True, temperature=0.5)
+  reply = ask(server, 'completions', **body)
+  choice, ids = reply['choices'][0], reply['prompt_token_ids']
   assert choice['text'].startswith('h\u00e9: 1+1=2') and len(choice['token_ids']) == max_tokens
-  assert len(server[1]) == recorded + max_tokens  # what is only scored is not recorded
+  assert len(server[1]) == recorded + max_tokens  # a request that is only scored is not recorded
   assert choice['finish_reason'] == 'length' or max_tokens
   logprobs = choice['logprobs']
   assert {len(x) for x in logprobs.values()} == {len(ids) + max_tokens}
   assert logprobs['token_logprobs'][0] is None and logprobs['top_logprobs'][0] is None
   rows = model_logprobs(weights, ids)[:-1]
-  want = rows[np.arange(len(rows)), ids[1:]]
-  np.testing.assert_allclose(logprobs['token_logprobs'][1 : len(ids)], want, atol=1e-4)
+  expected = rows[np.arange(len(rows)), ids[1:]]
+  np.testing.assert_allclose(logprobs['token_logprobs'][1 : len(ids)], expected, atol=1e-4)
   for top, row in zip(logprobs['top_logprobs'][1 : len(ids)], rows):
     assert abs(max(top.values()) - row.max()) < 1e-4 and 1 <= len(top) <= 2
   starts = logprobs['text_offset']
@@ -203,45 +210,45 @@ def test_a_prompt_is_echoed_with_its_log_probs(max_tokens, server, weights):
   assert ''.join(text[a:b] for a, b in zip(starts, [*starts[1:], None])) == text
 
 
-def test_what_was_drawn_greedily_is_scored_as_the_most_probable(server):
-  """lm-eval compares a token's log-prob with the largest one for equality. Texts, ids and lists give the same."""
+def test_greedy_tokens_have_largest_log_prob_when_scored(server):
+  """lm-eval tests whether a token's log-prob equals the largest one. Texts, ids and lists of both score alike."""
   drawn = ask(server, 'completions', prompt='1+1=', max_tokens=8, temperature=0, logprobs=1)
   ids, start = [*drawn['prompt_token_ids'], *drawn['choices'][0]['token_ids']], len(drawn['prompt_token_ids'])
-  asked = dict(max_tokens=0, logprobs=1, echo=True)
-  found = ask(server, 'completions', prompt=[ids, [97, 98]], **asked)
-  logprobs = found['choices'][0]['logprobs']
+  scoring = dict(max_tokens=0, logprobs=1, echo=True)
+  scored = ask(server, 'completions', prompt=[ids, [97, 98]], **scoring)
+  logprobs = scored['choices'][0]['logprobs']
   for logprob, top in zip(logprobs['token_logprobs'][start:], logprobs['top_logprobs'][start:]):
     assert logprob == max(top.values())
   sampled = drawn['choices'][0]['logprobs']['token_logprobs']
   np.testing.assert_allclose(logprobs['token_logprobs'][start:], sampled, atol=1e-4)
-  assert found['usage'] == dict(prompt_tokens=len(ids) + 2, completion_tokens=0, total_tokens=len(ids) + 2)
-  (alone,) = ask(server, 'completions', prompt='ab', n=1, **asked)['choices']
-  both = found['choices'][1]['logprobs']
-  assert alone['text'] == 'ab' and alone['logprobs']['tokens'] == both['tokens']
-  np.testing.assert_allclose(alone['logprobs']['token_logprobs'][1:], both['token_logprobs'][1:], atol=1e-5)
+  assert scored['usage'] == dict(prompt_tokens=len(ids) + 2, completion_tokens=0, total_tokens=len(ids) + 2)
+  (alone,) = ask(server, 'completions', prompt='ab', n=1, **scoring)['choices']
+  in_list = scored['choices'][1]['logprobs']
+  assert alone['text'] == 'ab' and alone['logprobs']['tokens'] == in_list['tokens']
+  np.testing.assert_allclose(alone['logprobs']['token_logprobs'][1:], in_list['token_logprobs'][1:], atol=1e-5)
   plain = ask(server, 'completions', prompt='ab', max_tokens=2, temperature=0, echo=True, n=2)['choices']
   assert [c['text'][:2] for c in plain] == ['ab', 'ab'] and plain[0]['logprobs'] is None
 
 
-def test_a_special_token_stops(server, weights):
-  """This token is not a stop id of the tokenizer."""
+def test_special_token_as_stop_string_stops(server, weights):
+  """<|endoftext|>, id 256, is not a stop id of the tokenizer, and the text of an answer would leave it out."""
   tokenizer = weights.inputs.tokenizer
   assert 256 not in tokenizer.stop_ids
-  found = ask(server, 'completions', prompt='ab', max_tokens=60, temperature=50.0, n=16, stop='<|endoftext|>')
-  ended = [c for c in found['choices'] if 256 in c['token_ids']]
+  reply = ask(server, 'completions', prompt='ab', max_tokens=60, temperature=50.0, n=16, stop='<|endoftext|>')
+  ended = [c for c in reply['choices'] if 256 in c['token_ids']]
   assert ended
   for choice in ended:
     assert choice['token_ids'].index(256) == len(choice['token_ids']) - 1
     assert choice['finish_reason'] == 'stop'
 
 
-def test_texts_ids_and_lists_of_them(server):
+def test_prompt_may_be_text_ids_or_list(server):
   greedy = dict(max_tokens=4, temperature=0)
-  text = ask(server, 'completions', prompt='ab', **greedy)
-  ids = ask(server, 'completions', prompt=[97, 98], **greedy)
-  both = ask(server, 'completions', prompt=['ab', 'cd'], **greedy)
-  assert text['choices'][0] == ids['choices'][0] == both['choices'][0]
-  assert len(both['choices']) == 2
+  from_text = ask(server, 'completions', prompt='ab', **greedy)
+  from_ids = ask(server, 'completions', prompt=[97, 98], **greedy)
+  from_list = ask(server, 'completions', prompt=['ab', 'cd'], **greedy)
+  assert from_text['choices'][0] == from_ids['choices'][0] == from_list['choices'][0]
+  assert len(from_list['choices']) == 2
 
 
 def test_a_stop_string_is_left_out(server):
@@ -253,25 +260,25 @@ def test_a_stop_string_is_left_out(server):
   assert cut['finish_reason'] == 'stop'
 
 
-def test_many_ask_at_once(server):
-  def one(i):
+def test_concurrent_requests_get_same_tokens_as_alone(server):
+  def tokens_of(i):
     return ask(server, 'completions', prompt=[97 + i], max_tokens=5, temperature=0)['choices'][0]['token_ids']
 
-  alone = [one(i) for i in range(12)]
+  alone = [tokens_of(i) for i in range(12)]
   with concurrent.futures.ThreadPoolExecutor(12) as pool:
-    assert list(pool.map(one, range(12))) == alone
+    assert list(pool.map(tokens_of, range(12))) == alone
 
 
 def events(text):
-  """The events of a stream that ends as the API's do."""
-  *found, done, rest = text.split('\n\n')
-  assert done == 'data: [DONE]' and not rest
-  return [json.loads(event.removeprefix('data: ')) for event in found]
+  """The parsed events of a stream, which must end with [DONE] as the API's do."""
+  *parts, done, tail = text.split('\n\n')
+  assert done == 'data: [DONE]' and not tail
+  return [json.loads(event.removeprefix('data: ')) for event in parts]
 
 
-def joined(found, index, is_chat):
+def joined(stream, index, is_chat):
   """The text of a choice, from the parts in its events."""
-  choices = [c for event in found for c in event['choices'] if c['index'] == index]
+  choices = [c for event in stream for c in event['choices'] if c['index'] == index]
   assert [c['finish_reason'] for c in choices[:-1]] == [None] * (len(choices) - 1)
   if is_chat:
     assert [c['delta'].get('role') for c in choices] == ['assistant'] + [None] * (len(choices) - 1)
@@ -279,38 +286,38 @@ def joined(found, index, is_chat):
 
 
 @pytest.mark.parametrize('path', ['chat/completions', 'completions'])
-def test_a_stream_has_the_answer_in_parts(server, path):
-  """The parts of each choice make up the text that is sent whole; the last event has what else a choice has."""
+def test_streamed_parts_join_to_the_unstreamed_reply(server, path):
+  """The last event of a choice also has its finish reason and token ids, and the stream its usage."""
   is_chat = path == 'chat/completions'
-  asked = dict(messages=HELLO) if is_chat else dict(prompt='ab')
-  asked |= dict(max_tokens=60, temperature=1.0, seed=3, n=2)
-  choice = ask(server, path, **asked)['choices'][0]
+  body = dict(messages=HELLO) if is_chat else dict(prompt='ab')
+  body |= dict(max_tokens=60, temperature=1.0, seed=3, n=2)
+  choice = ask(server, path, **body)['choices'][0]
   text = choice['message']['content'] if is_chat else choice['text']
-  asked['stop'] = [text[20:23]]  # of three characters, so that the end of a part may be the beginning of one
-  whole = ask(server, path, **asked)
-  code, text = post(server[0].url, path, stream=True, stream_options={'include_usage': True}, **asked)
+  body['stop'] = [text[20:23]]  # three characters, so that a part may end with the beginning of the stop string
+  whole = ask(server, path, **body)
+  code, text = post(server[0].url, path, stream=True, stream_options={'include_usage': True}, **body)
   assert code == 200
-  *found, usage = events(text)
-  assert {event['object'] for event in found} == {'chat.completion.chunk' if is_chat else 'text_completion'}
-  assert len({event['id'] for event in found}) == 1 and len(found) > 4
+  *stream, usage = events(text)
+  assert {event['object'] for event in stream} == {'chat.completion.chunk' if is_chat else 'text_completion'}
+  assert len({event['id'] for event in stream}) == 1 and len(stream) > 4
   for choice in whole['choices']:
-    last = [c for event in found for c in event['choices'] if c['index'] == choice['index']][-1]
+    last = [c for event in stream for c in event['choices'] if c['index'] == choice['index']][-1]
     content = choice['message']['content'] if is_chat else choice['text']
-    assert joined(found, choice['index'], is_chat) == content
+    assert joined(stream, choice['index'], is_chat) == content
     assert last['finish_reason'] == choice['finish_reason'] and last['token_ids'] == choice['token_ids']
   assert usage['choices'] == [] and usage['usage'] == whole['usage']
-  assert found[-1]['prompt_token_ids'] == whole['prompt_token_ids']
+  assert stream[-1]['prompt_token_ids'] == whole['prompt_token_ids']
 
 
-def test_log_probs_come_with_the_last_event(server):
-  asked = dict(prompt='ab', max_tokens=20, temperature=0, logprobs=2)
-  whole = ask(server, 'completions', **asked)['choices'][0]
-  (event,) = events(post(server[0].url, 'completions', stream=True, **asked)[1])
+def test_stream_with_log_probs_is_one_event(server):
+  body = dict(prompt='ab', max_tokens=20, temperature=0, logprobs=2)
+  whole = ask(server, 'completions', **body)['choices'][0]
+  (event,) = events(post(server[0].url, 'completions', stream=True, **body)[1])
   assert event['choices'] == [whole]
 
 
 class Paced:
-  """An engine that draws a token of a request when it may, and ends after three."""
+  """An engine that draws one token for each release of `may_draw`, and completes a request after three."""
 
   config = SamplerConfig(1, 8, 8, ())
 
@@ -345,7 +352,7 @@ def paced(weights):
     served.result(60)
 
 
-def test_parts_are_sent_while_the_rest_is_drawn(paced):
+def test_parts_are_sent_as_soon_as_they_are_drawn(paced):
   endpoint, engine = paced
   request = urllib.request.Request(f'{endpoint.url}/completions', b'{"prompt": "x", "max_tokens": 3, "stream": true}')
   engine.may_draw.release()
@@ -361,49 +368,52 @@ def test_parts_are_sent_while_the_rest_is_drawn(paced):
 
 
 @pytest.mark.parametrize('ends', ['client', 'server'])
-def test_a_stream_that_is_cut_off(paced, ends):
-  """A client that leaves gives up its slot; if the server ends first, the last event is its error."""
+def test_interrupted_stream_frees_slot_or_ends_with_error(paced, ends):
+  """If the client disconnects, its request is cancelled; if the server cancels, the last event is an error."""
   endpoint, engine = paced
   body = b'{"prompt": "x", "max_tokens": 3, "stream": true}'
   engine.may_draw.release()
   with connect(paced) as connection:
     connection.sendall(LOCAL + b'Content-Length: %d\r\n\r\n' % len(body) + body)
-    got = b''
-    while b'"text": "a"' not in got:
-      got += connection.recv(1 << 14)
+    received = b''
+    while b'"text": "a"' not in received:
+      received += connection.recv(1 << 14)
     if ends == 'server':
       endpoint.shared.cancel_open()
-      while b'}\n\n' not in got.partition(b'"error"')[2]:
-        got += connection.recv(1 << 14)
+      while b'}\n\n' not in received.partition(b'"error"')[2]:
+        received += connection.recv(1 << 14)
   wait_for(lambda: not endpoint.shared.open)
   assert endpoint.counts == dict(answered=0, refused=int(ends == 'server'), cancelled=int(ends == 'client'))
 
 
 @pytest.mark.parametrize('stops', [(), ('\u00e9\u00e9x',), ('bb', 'abc')])
-def test_parts_of_a_text_make_it_up(stops):
-  """Whatever the parts are: half characters and halves of stop strings are held back."""
+def test_streamed_text_never_has_partial_characters_or_stop_strings(stops):
+  """Tokens arrive in random runs; half characters and beginnings of stop strings are held back."""
   decode = tokenizer.load('bytes').decode
   draw = random.Random(0)
   for _ in range(200):
     text = ''.join(draw.choice(['a', 'b', 'c', 'x', '\u00e9', '\u2713']) for _ in range(20))
     whole = text[: min([len(text)] + [text.index(stop) for stop in stops if stop in text])]
     ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-    stream, got, at = openai_stream.TextStream(decode, stops), '', 0
-    while at < len(ids):
-      begin, at = at, at + draw.randint(1, 5)
-      got += stream.add(ids[begin:at])
-      assert whole.startswith(got)
-    assert got + stream.rest(whole) == whole
+    stream, sent, end = openai_stream.TextStream(decode, stops), '', 0
+    while end < len(ids):
+      begin, end = end, end + draw.randint(1, 5)
+      sent += stream.add(ids[begin:end])
+      assert whole.startswith(sent)
+    assert sent + stream.rest(whole) == whole
 
 
 def test_a_seed_repeats_an_answer(server):
   def drawn(seed, n=1):
-    found = ask(server, 'completions', prompt='ab', max_tokens=16, temperature=1.0, seed=seed, n=n)
-    return found['id'], [c['token_ids'] for c in found['choices']]
+    reply = ask(server, 'completions', prompt='ab', max_tokens=16, temperature=1.0, seed=seed, n=n)
+    return reply['id'], [c['token_ids'] for c in reply['choices']]
 
-  (first, one), (second, same), (_, other), (_, two) = drawn(5), drawn(5), drawn(6), drawn(5, n=2)
-  assert one == same != other and first != second
-  assert two[0] == one[0] != two[1]
+  first_id, first = drawn(5)
+  second_id, second = drawn(5)
+  _, other_seed = drawn(6)
+  _, two_choices = drawn(5, n=2)
+  assert first == second != other_seed and first_id != second_id
+  assert two_choices[0] == first[0] != two_choices[1]
 
 
 def test_streamed_calls_of_tools_have_an_index(server, monkeypatch):
@@ -415,14 +425,14 @@ def test_streamed_calls_of_tools_have_an_index(server, monkeypatch):
   assert [(call['index'], call['function']['name']) for call in delta['tool_calls']] == [(0, 'f'), (1, 'g')]
 
 
-def test_a_stream_leaves_the_message_as_a_session_knows_it():
+def test_streaming_does_not_change_the_message_of_the_session():
   message = {'role': 'assistant', 'content': None, 'tool_calls': [{'id': 'call_0'}]}
   response = dict(choices=[dict(index=0, message=message)], prompt_token_ids=[])
   text = openai_stream.EventStream(True, 'm').end(response, with_usage=False)
   assert '"index": 0' in text and message['tool_calls'] == [{'id': 'call_0'}]
 
 
-def test_calls_of_tools_are_told_apart(server, monkeypatch):
+def test_tool_call_is_parsed_from_text(server, monkeypatch):
   text = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
   monkeypatch.setattr(openai_format.Translator, 'decode', lambda self, c, skip_special=True: text)
   tool = {'type': 'function', 'function': {'name': 'f'}}
@@ -439,23 +449,23 @@ def test_text_before_a_call_is_the_content(server, monkeypatch, before, content)
   body = dict(messages=HELLO, max_tokens=2, tools=[{'type': 'function', 'function': {'name': 'f'}}])
   message = ask(server, 'chat/completions', **body)['choices'][0]['message']
   _, streamed = post(server[0].url, 'chat/completions', **body, stream=True)
-  for found in message, events(streamed)[0]['choices'][0]['delta']:
-    assert found['content'] == content and len(found['tool_calls']) == 1
+  for reply in message, events(streamed)[0]['choices'][0]['delta']:
+    assert reply['content'] == content and len(reply['tool_calls']) == 1
 
 
-def test_marks_of_calls_may_be_special_tokens():
-  """As that of Mistral, which texts of answers leave out."""
-  made = tokenizer.load('bytes')
-  made.hf.add_special_tokens({'additional_special_tokens': ['[TOOL_CALLS]']})
-  ids = made.encode('<|im_start|>I look.[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]<|im_end|>')
+def test_tool_call_after_special_token_is_parsed():
+  """Mistral marks calls with the special token [TOOL_CALLS], which the text of an answer leaves out."""
+  mistral = tokenizer.load('bytes')
+  mistral.hf.add_special_tokens({'additional_special_tokens': ['[TOOL_CALLS]']})
+  ids = mistral.encode('<|im_start|>I look.[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]<|im_end|>')
   completion = types.SimpleNamespace(tokens=np.array(ids), stop_string='', finished=True)
   body = {'tools': [{'type': 'function', 'function': {'name': 'f'}}]}
-  choice = openai_format.Translator(made, room=100).chat_choice(0, completion, body)
+  choice = openai_format.Translator(mistral, room=100).chat_choice(0, completion, body)
   assert choice['finish_reason'] == 'tool_calls' and choice['message']['content'] == 'I look.'
   assert [call['function'] for call in choice['message']['tool_calls']] == [{'name': 'f', 'arguments': '{"a": 1}'}]
 
 
-def test_an_answer_in_json_is_no_call(server, monkeypatch):
+def test_json_answer_is_not_parsed_as_tool_call(server, monkeypatch):
   answer = '{"name": "Paris", "parameters": {}}'
   monkeypatch.setattr(openai_format.Translator, 'decode', lambda self, c, skip_special=True: answer)
   tool = {'type': 'function', 'function': {'name': 'f'}}
@@ -520,18 +530,18 @@ def test_an_answer_in_json_is_no_call(server, monkeypatch):
     ('chat/completions', dict(messages=[*HELLO, {'role': 'assistant', 'tool_calls': 7}]), 400, 'tool_calls: is an int'),
   ],
 )
-def test_what_cannot_be_asked(server, path, body, code, words):
-  have, text = post(server[0].url, path, **body)
+def test_invalid_request_is_refused(server, path, body, code, words):
+  status, text = post(server[0].url, path, **body)
   error = json.loads(text)['error']
-  assert have == code and words in error['message']
+  assert status == code and words in error['message']
   assert error['type'] == 'invalid_request_error' and error['code'] is None
   assert error['param'] == (words.split(':')[0] if words.split(':')[0] in body else error['param'])
-  assert ask(server, 'completions', prompt='a', max_tokens=1)  # still there
+  assert ask(server, 'completions', prompt='a', max_tokens=1)  # the server still answers
 
 
-def test_what_asks_for_nothing_is_taken(server):
-  plain = dict(presence_penalty=0, frequency_penalty=0.0, logit_bias={}, response_format={'type': 'text'}, user='me')
-  assert ask(server, 'completions', prompt='a', max_tokens=1, **plain)
+def test_unsupported_parameters_with_neutral_values_are_accepted(server):
+  neutral = dict(presence_penalty=0, frequency_penalty=0.0, logit_bias={}, response_format={'type': 'text'}, user='me')
+  assert ask(server, 'completions', prompt='a', max_tokens=1, **neutral)
 
 
 def connect(server, patience=30):
@@ -574,7 +584,7 @@ LOCAL = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n'
     (b'GET / HTTP/1.1\r\nHost: localhost\r\nA: ' + b'a' * 70_000 + b'\r\n\r\n', 431),
   ],
 )
-def test_a_broken_request_gets_an_error_of_the_api(server, data, code):
+def test_malformed_http_gets_json_error(server, data, code):
   head, _, body = raw(server, data).partition(b'\r\n\r\n')
   assert int(head.split()[1]) == code and b'application/json' in head
   assert json.loads(body)['error']['message']
@@ -586,15 +596,15 @@ def test_an_answer_to_head_has_no_body(server, caplog):
   assert not caplog.records
 
 
-def test_half_a_request_is_not_waited_for(server, monkeypatch):
+def test_half_sent_request_times_out(server, monkeypatch):
   monkeypatch.setattr(http_connections, 'PATIENCE_S', 0.2)
   assert raw(server, b'') == b''
   assert raw(server, b'POST /v1/comp') == b''
   assert raw(server, LOCAL + b'Content-Length: 10\r\n\r\n{') == b''
 
 
-def test_a_slow_request_is_not_waited_for(server, monkeypatch):
-  """The limit is on the whole request, so that a byte now and then does not extend it."""
+def test_slowly_sent_request_times_out(server, monkeypatch):
+  """The time limit is on the whole request, so that sending a byte now and then does not extend it."""
   monkeypatch.setattr(http_connections, 'PATIENCE_S', 0.5)
   with connect(server) as connection:
     with pytest.raises(ConnectionError):
@@ -603,7 +613,7 @@ def test_a_slow_request_is_not_waited_for(server, monkeypatch):
         time.sleep(0.05)
 
 
-def test_half_requests_hold_no_threads(server):
+def test_half_sent_requests_hold_no_threads(server):
   before = threading.active_count()
   with contextlib.ExitStack() as stack:
     for i in range(300):
@@ -612,8 +622,8 @@ def test_half_requests_hold_no_threads(server):
     assert threading.active_count() <= before + openai_server._THREADS
 
 
-def test_a_client_that_leaves_gives_up_its_slots(server):
-  """All four slots are taken for as long as possible; the clients leave, and what they had asked for is not drawn."""
+def test_disconnected_client_frees_its_slots(server):
+  """Clients that ask for 1,024 samples each, of 50 tokens on four slots, disconnect: none of these is recorded."""
   endpoint, seen = server
   cancelled, recorded = endpoint.counts['cancelled'], len(seen)
   body = json.dumps(dict(prompt='leaving', max_tokens=50, n=1024, temperature=1.0)).encode()
@@ -626,14 +636,14 @@ def test_a_client_that_leaves_gives_up_its_slots(server):
   assert len(seen) == recorded + 1
 
 
-def test_requests_on_one_connection(server):
-  """One after another, and one sent early."""
+def test_connection_is_kept_for_further_and_pipelined_requests(server):
+  """Requests one after another, up to three sent at once, and one that waits for 100 Continue."""
   body = b'{"prompt": "a", "max_tokens": 2}'
-  one = LOCAL + b'Content-Length: %d\r\n\r\n' % len(body) + body
+  request = LOCAL + b'Content-Length: %d\r\n\r\n' % len(body) + body
   with connect(server) as connection:
     replies = connection.makefile('rb')
     for count in (1, 1, 2, 3):
-      connection.sendall(one * count)
+      connection.sendall(request * count)
       for _ in range(count):
         head = b''.join(iter(replies.readline, b'\r\n'))
         assert head.startswith(b'HTTP/1.1 200')
@@ -645,32 +655,32 @@ def test_requests_on_one_connection(server):
     assert replies.readline().startswith(b'HTTP/1.1 200')
 
 
-def test_requests_share_a_limit(server, monkeypatch):
-  """The limit counts bytes that have arrived: a client that announces more and never sends it blocks no other."""
+def test_bodies_share_a_memory_limit(server, monkeypatch):
+  """The limit counts bytes that have arrived: a client that announces a large body and never sends it blocks nobody."""
   monkeypatch.setattr(http_connections, '_MAX_BODIES', 1000)
   head = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900000\r\n\r\n{'
-  with connect(server) as half:
-    half.sendall(head)
+  with connect(server) as connection:
+    connection.sendall(head)
     assert post(server[0].url, 'completions', prompt='a', max_tokens=1)[0] == 200
   assert post(server[0].url, 'completions', raw=b' ' * 2000)[0] == 503
   monkeypatch.undo()
   wait_for(lambda: not server[0]._http.held)
 
 
-def test_no_page_of_another_site_may_ask(server):
-  """CORS is off: a browser asks for permission first, and reads no answer."""
+def test_cross_origin_requests_get_no_cors_headers(server):
+  """Without CORS headers, a browser sends no JSON of another site's page, and lets the page read no reply."""
   origin = b'Host: localhost\r\nOrigin: http://evil.example\r\nConnection: close\r\n\r\n'
-  asked = raw(server, b'OPTIONS /v1/completions HTTP/1.1\r\n' + origin)
-  read = raw(server, b'GET /v1/models HTTP/1.1\r\n' + origin)
-  assert asked.startswith(b'HTTP/1.1 501') and read.startswith(b'HTTP/1.1 200')
-  assert b'access-control' not in (asked + read).lower()
+  preflight = raw(server, b'OPTIONS /v1/completions HTTP/1.1\r\n' + origin)
+  models = raw(server, b'GET /v1/models HTTP/1.1\r\n' + origin)
+  assert preflight.startswith(b'HTTP/1.1 501') and models.startswith(b'HTTP/1.1 200')
+  assert b'access-control' not in (preflight + models).lower()
 
 
 def test_bodies_of_all_kinds_get_an_answer(server, record_property):
-  """A seeded fuzzer: values of all types and sizes in all fields; every reply is JSON, an answer or an error."""
+  """A seeded fuzzer puts values of all types and sizes into all fields; each reply is JSON, an answer or an error."""
   record_property('cases', 2000)
   rng = random.Random(0)
-  odd = (
+  odd_values = (
     None,
     True,
     0,
@@ -692,32 +702,32 @@ def test_bodies_of_all_kinds_get_an_answer(server, record_property):
   )
   fields = 'model messages prompt n max_tokens max_completion_tokens temperature top_p top_k min_p min_tokens seed'
   fields = f'{fields} stop logprobs top_logprobs tools chat_template_kwargs stream best_of logit_bias'.split()
-  known = dict(prompt='a', messages=HELLO, max_tokens=1)
+  valid = dict(prompt='a', messages=HELLO, max_tokens=1)
   for _ in range(2000):
-    body = {k: v for k, v in known.items() if rng.random() < 0.8}
-    body |= {name: rng.choice(odd) for name in rng.sample(fields, rng.randint(1, 3))}
+    body = {k: v for k, v in valid.items() if rng.random() < 0.8}
+    body |= {name: rng.choice(odd_values) for name in rng.sample(fields, rng.randint(1, 3))}
     code, text = post(server[0].url, rng.choice(('completions', 'chat/completions')), **body)
     if text.startswith('data: '):
       text = text.split('\n\n')[0].removeprefix('data: ')
-    found = json.loads(text)
-    assert (code == 200 and found['choices']) or (code == 400 and found['error']['message']), (body, code, text)
+    reply = json.loads(text)
+    assert (code == 200 and reply['choices']) or (code == 400 and reply['error']['message']), (body, code, text)
 
 
-def test_other_clients_do_not_wait_for_a_long_prompt(weights):
-  """The lock of the interpreter is free while a text becomes tokens."""
-  text, longest = 'a, ' * 300_000, [0.0]
+def test_encoding_a_long_prompt_releases_the_gil(weights):
+  """Otherwise other clients would wait: no pause of this thread may take half of the time of the encoding."""
+  text, pauses = 'a, ' * 300_000, [0.0]
   with concurrent.futures.ThreadPoolExecutor(1) as thread:
     encoding = thread.submit(weights.inputs.tokenizer.encode, text)
     begin = time.monotonic()
     while not encoding.done():
       now = time.monotonic()
       time.sleep(0.001)
-      longest.append(time.monotonic() - now)
+      pauses.append(time.monotonic() - now)
   assert encoding.result()[:3] == list(b'a, ') and len(encoding.result()) == len(text)
-  assert sorted(longest)[-1] < 0.5 * (time.monotonic() - begin)
+  assert sorted(pauses)[-1] < 0.5 * (time.monotonic() - begin)
 
 
-def test_a_key_is_asked_for(weights):
+def test_wrong_api_key_gets_401_before_body_is_read(weights):
   engine = completions.make_engine(weights, slots=1, max_prompt=8, max_new_tokens=8)
   endpoint = Endpoint(engine, weights.inputs.tokenizer, api_key='right')
   try:
@@ -727,7 +737,7 @@ def test_a_key_is_asked_for(weights):
       assert code == 401 and 'API key' in json.loads(text)['error']['message']
     assert post(endpoint.url, 'completions', 'right', prompt='')[0] == 400
     head = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nAuthorization: %s\r\n\r\n'
-    assert b' 401 ' in raw((endpoint,), head % b'Bearer wrong')  # before the body is there
+    assert b' 401 ' in raw((endpoint,), head % b'Bearer wrong')  # before the body is sent
     assert endpoint._http.held == 0
     assert b' 400 ' in raw(
       (endpoint,), (head % b'bearer  right').replace(b'Auth', b'Connection: close\r\nAuth') + b'{}'
@@ -742,7 +752,7 @@ def test_a_taken_port_is_refused(server, weights):
     Endpoint(server[0].engine, weights.inputs.tokenizer, port=port)
 
 
-def test_the_command(folder, several, tmp_path):
+def test_serve_command_serves_adapter_records_and_ends_on_sigterm(folder, with_adapters, tmp_path):
   child = subprocess.Popen(
     [
       sys.executable,
@@ -751,7 +761,7 @@ def test_the_command(folder, several, tmp_path):
       f'--model={folder}',
       '--port=0',
       '--max_context=64',
-      f'--adapter={several[2][1]}',
+      f'--adapter={with_adapters[2][1]}',
       f'--record={tmp_path}/asked.jsonl',
     ],
     cwd=CLONE,
@@ -766,7 +776,7 @@ def test_the_command(folder, several, tmp_path):
     assert words[2] == f'{url}/chat/completions' and json.loads(words[-1])['model'] == 'nano'
     code, _ = post(url, 'chat/completions', **json.loads(words[-1]) | dict(max_tokens=3, model='two'))
     with urllib.request.urlopen(f'{url}/models') as reply:
-      assert [m['id'] for m in json.load(reply)['data']] == ['nano', 'two']  # no path
+      assert [m['id'] for m in json.load(reply)['data']] == ['nano', 'two']  # names, not paths
     child.send_signal(signal.SIGTERM)
     assert code == 200 and child.wait(60) == 0
   finally:
@@ -796,11 +806,11 @@ def test_files_that_cannot_be_used_are_refused_before_weights_are_read(flag, wor
 
 
 @pytest.fixture(scope='module')
-def several(folder, weights, tmp_path_factory):
-  """(endpoint, {name: weights}, values of --adapter), a base and two on it."""
+def with_adapters(folder, weights, tmp_path_factory):
+  """(endpoint, {name: weights}, values of --adapter) of a server with the base `nano` and the adapters `one`, `two`."""
   root, folders = tmp_path_factory.mktemp('adapters'), []
   for name, rank, seed in ('one', 2, 0), ('two', 3, 1):
-    model = partition.build(dataclasses.replace(weights.inputs.model.config, lora=(rank, 9.0, False, 'q|o|gate')))
+    model = model_lib.build(dataclasses.replace(weights.inputs.model.config, lora=(rank, 9.0, False, 'q|o|gate')))
     params = test_lora.params_of(model, seed, b=0.5)
     peft.writer(model, params, folder)(root / name)
     folders.append(f'{name}={root / name}')
@@ -816,31 +826,31 @@ def several(folder, weights, tmp_path_factory):
   assert not thread.is_alive()
 
 
-def test_a_body_names_an_adapter(several):
-  """Many at once; each is answered by whom it asks, from the one base."""
-  endpoint, each, _ = several
+def test_concurrent_requests_are_answered_by_the_adapter_they_name(with_adapters):
+  """The engines of all adapters also share the buffers of one base."""
+  endpoint, weights_of, _ = with_adapters
   prompts = ['ab', '1+2=', 'x']
 
-  def one(pair):
-    return ask(several, 'completions', model=pair[0], prompt=pair[1], max_tokens=6, temperature=0)
+  def answer(pair):
+    return ask(with_adapters, 'completions', model=pair[0], prompt=pair[1], max_tokens=6, temperature=0)
 
-  pairs = [(name, text) for text in prompts for name in each]
+  pairs = [(name, text) for text in prompts for name in weights_of]
   with concurrent.futures.ThreadPoolExecutor(9) as pool:
-    found = dict(zip(pairs, pool.map(one, pairs)))
+    replies = dict(zip(pairs, pool.map(answer, pairs)))
   draws = completions.Draws(max_new_tokens=6, temperature=0.0)
-  for name, w in each.items():
-    rollout = completions.complete(w, completions.make_prompts(w, prompts, as_chat=False), draws)
+  for name, weights in weights_of.items():
+    rollout = completions.complete(weights, completions.make_prompts(weights, prompts, as_chat=False), draws)
     for text, ids, length in zip(prompts, rollout.completions, rollout.lengths):
-      mine = found[name, text]
-      assert mine['model'] == name
-      assert mine['choices'][0]['token_ids'] == ids[:length].tolist()
-  assert len({str(found[name, 'ab']['choices']) for name in each}) == 3
-  own = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(each['nano'].params)}
+      reply = replies[name, text]
+      assert reply['model'] == name
+      assert reply['choices'][0]['token_ids'] == ids[:length].tolist()
+  assert len({str(replies[name, 'ab']['choices']) for name in weights_of}) == 3
+  base = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(weights_of['nano'].params)}
   for engine in endpoint.engines.values():
-    assert own <= {x.unsafe_buffer_pointer() for x in jax.tree.leaves(engine.weights)}
+    assert base <= {x.unsafe_buffer_pointer() for x in jax.tree.leaves(engine.weights)}
 
 
-SEVERAL = """
+SHARED_BASE = """
 import json, sys
 import jax
 from jaxpost.tools import completions, inference
@@ -857,9 +867,9 @@ print(json.dumps([
 """
 
 
-def test_adapters_share_the_base_on_several_devices(several, folder):
+def test_adapters_share_the_base_on_several_devices(with_adapters, folder):
   done = subprocess.run(
-    [sys.executable, '-c', SEVERAL, folder, *several[2]],
+    [sys.executable, '-c', SHARED_BASE, folder, *with_adapters[2]],
     cwd=CLONE,
     text=True,
     capture_output=True,
@@ -871,8 +881,8 @@ def test_adapters_share_the_base_on_several_devices(several, folder):
   assert lacking == [0, 0, 0]
 
 
-def test_models_are_listed_and_others_refused(several):
-  url = several[0].url
+def test_models_are_listed_and_others_refused(with_adapters):
+  url = with_adapters[0].url
   with urllib.request.urlopen(f'{url}/models?limit=20') as reply:
     assert [m['id'] for m in json.load(reply)['data']] == ['nano', 'one', 'two']
   for body in (dict(model='three'), dict(model=['one']), dict()):
@@ -880,9 +890,9 @@ def test_models_are_listed_and_others_refused(several):
     assert code == 404 and json.loads(text)['error']['message'].endswith('there is nano, one, two')
 
 
-def test_adapters_that_cannot_be(weights, several, tmp_path):
+def test_invalid_adapter_flag_is_refused(weights, with_adapters, tmp_path):
   for name, folders, words in (
-    ('one', several[2], 'one is already the name of the model'),
+    ('one', with_adapters[2], 'one is already the name of the model'),
     ('nano', ['x'], '--adapter: takes NAME=FOLDER'),
     ('nano', [f'one={tmp_path}'], 'no folder of an adapter'),
   ):
@@ -890,8 +900,8 @@ def test_adapters_that_cannot_be(weights, several, tmp_path):
       completions.share_base(weights, name, folders)
 
 
-def test_a_failure_of_one_ends_all(weights):
-  """Requests that wait are refused, and `serve` raises."""
+def test_failure_of_one_engine_ends_the_server(weights):
+  """Requests that wait for another engine get 503, and `serve` raises."""
   asked = threading.Event()
 
   class Broken:
@@ -899,7 +909,7 @@ def test_a_failure_of_one_ends_all(weights):
       asked.wait(60)
       raise ValueError('broken')
 
-  class Waiting:  # has been asked, and is never done
+  class Waiting:  # accepts a request and never completes it
     config = SamplerConfig(1, 8, 8, ())
 
     def check(self, request):
@@ -918,7 +928,7 @@ def test_a_failure_of_one_ends_all(weights):
   assert code == 503 and 'error' in json.loads(text)
 
 
-def test_turns_are_in_order():
+def test_fair_lock_is_acquired_in_order_of_waiting():
   lock, seen = FairLock(), []
 
   def wait(i):
@@ -932,14 +942,14 @@ def test_turns_are_in_order():
     while len(lock._queue) < i + 2:
       time.sleep(0.001)
   lock.release()
-  lock.acquire()  # after all who have waited
+  lock.acquire()  # after all threads that waited
   assert seen == [0, 1, 2, 3, 4]
   lock.release()
   for thread in threads:
     thread.join()
 
 
-def test_connections_wait_until_they_are_accepted():
+def test_listen_queue_holds_1000_connections():
   """1,000 clients connect before the server accepts any."""
   with contextlib.ExitStack() as stack:
     server = stack.enter_context(http_connections.listen('127.0.0.1', 0))

@@ -1,4 +1,4 @@
-"""Optimizers of optax and optax.contrib by name; Muon on stacked layers."""
+"""Tests of optimizers by name (optax and optax.contrib), Muon on stacked layers, weight decay, and refused options."""
 
 import dataclasses
 import re
@@ -15,7 +15,7 @@ from optax import contrib
 
 import jaxpost
 from jaxpost.errors import InputError
-from jaxpost.models import custom, partition
+from jaxpost.models import custom
 from jaxpost.models import lora as lora_lib
 from jaxpost.models import model as model_lib
 from jaxpost.models.parameters import flatten, leaf
@@ -33,7 +33,7 @@ def gradients(params, seed):
 
 
 def two_updates(optimizer, params):
-  """The second update, which has seen momentum."""
+  """Returns the second of two updates, which depends on momentum."""
   state = optimizer.init(params)
   _, state = optimizer.update(gradients(params, 1), state, params)
   return optimizer.update(gradients(params, 2), state, params)[0]
@@ -55,30 +55,30 @@ def muon(model):
   'path, inputs', [('layers/q', 32), ('layers/v', 32), ('layers/o', 32), ('layers/gate', 32), ('layers/down', 48)]
 )
 def test_muon_orthogonalizes_each_matrix_of_a_stack_by_itself(muon, path, inputs):
-  """The update of one layer is that of `optax.contrib.muon` on its matrix [inputs, outputs] alone."""
-  params, found = muon
+  """For each layer, the update is that of `optax.contrib.muon` on the layer's matrix [inputs, outputs] alone."""
+  params, updates = muon
 
   def matrix(tree, layer):
     return leaf(tree, path)[layer].reshape(inputs, -1)
 
-  alone = contrib.muon(LR, weight_decay=0.1, consistent_rms=0.2)
+  muon_of_matrix = contrib.muon(LR, weight_decay=0.1, consistent_rms=0.2)
   for layer in range(2):
-    state = alone.init(matrix(params, layer))
+    state = muon_of_matrix.init(matrix(params, layer))
     for seed in (1, 2):
-      update, state = alone.update(matrix(gradients(params, seed), layer), state, matrix(params, layer))
-    np.testing.assert_allclose(matrix(found, layer), update, rtol=2e-4, atol=2e-6)
+      update, state = muon_of_matrix.update(matrix(gradients(params, seed), layer), state, matrix(params, layer))
+    np.testing.assert_allclose(matrix(updates, layer), update, rtol=2e-4, atol=2e-6)
 
 
-def test_muon_leaves_all_else_to_adamw(muon, model):
-  params, found = muon
+def test_muon_updates_other_parameters_with_adamw(muon, model):
+  params, updates = muon
   adamw = optim.make_optimizer(OptimSection(name='adamw', b1=0.8, b2=0.9, weight_decay=0.1), LR, model)
-  wanted = two_updates(adamw, params)
+  expected = two_updates(adamw, params)
   for path in ('embed', 'head', 'norm', 'layers/q_norm', 'layers/mlp_norm'):
-    np.testing.assert_allclose(leaf(found, path), leaf(wanted, path), rtol=1e-4, atol=1e-7)
-  assert not np.allclose(leaf(found, 'layers/q'), leaf(wanted, 'layers/q'), rtol=0.1)
+    np.testing.assert_allclose(leaf(updates, path), leaf(expected, path), rtol=1e-4, atol=1e-7)
+  assert not np.allclose(leaf(updates, 'layers/q'), leaf(expected, 'layers/q'), rtol=0.1)
 
 
-# Parts of paths of vectors and filters, in any family; all else of these is a matrix or an embedding.
+# Matches the names of vectors and filters in any family. All other parameters are matrices or embeddings.
 NO_MATRICES = 'norm|bias|sinks|log_decay|skip|conv|router_choice|router_in|router_scale|^scalar$'
 DECAYED = {
   'qwen2': tiny.config(biases=('q', 'k', 'v', 'o', 'gate', 'up', 'down', 'sinks')),
@@ -90,20 +90,20 @@ DECAYED = {
 
 
 @pytest.mark.parametrize('family', DECAYED)
-def test_weight_decay_is_for_matrices_and_embeddings(family):
-  """Not for norms, biases, decays and time steps of recurrences, or taps of convolutions; for A and B alike."""
+def test_weight_decay_applies_to_matrices_and_embeddings_only(family):
+  """Norms, biases, decays and time steps of recurrences, and taps of convolutions do not decay. A and B of LoRA do."""
   lora = (2, 4.0, False, lora_lib.ALL_LINEAR)
-  model = partition.build(dataclasses.replace(DECAYED[family], lora=lora, more_heads=('value',)))
-  found = flatten(optim.decayed(model))
-  assert {path for path, decays in found.items() if not decays} == {
+  model = model_lib.build(dataclasses.replace(DECAYED[family], lora=lora, more_heads=('value',)))
+  decayed = flatten(optim.decayed(model))
+  assert {path for path, decays in decayed.items() if not decays} == {
     path for path in model.table if re.search(NO_MATRICES, path.rpartition('/')[2])
   }
-  assert {path.startswith('lora/') for path, decays in found.items() if decays} == {True, False}
+  assert {path.startswith('lora/') for path, decays in decayed.items() if decays} == {True, False}
 
 
 def test_weight_decay_reaches_matrices_of_custom_models_whose_axes_have_no_names():
   def make(rngs):
-    module = Blocks()
+    module = ParameterHolder()
     module.embed, module.scale = nnx.Param(jnp.ones((131, 8))), nnx.Param(jnp.ones(8))
     module.w = nnx.Param(jnp.ones((8, 8)))
     return module
@@ -112,11 +112,11 @@ def test_weight_decay_reaches_matrices_of_custom_models_whose_axes_have_no_names
   assert optim.decayed(model) == dict(embed=True, w=True, scale=False)
 
 
-class Blocks(nnx.Module):
-  """Parameters alone."""
+class ParameterHolder(nnx.Module):
+  """Holds parameters and computes nothing."""
 
 
-def test_the_state_of_muon_is_split_like_its_parameters(model):
+def test_muon_state_is_sharded_like_its_parameters(model):
   optimizer = optim.make_optimizer(OptimSection(name='muon'), LR, model)
   shardings = programs.state_shardings(model, optimizer, tiny.one_device())
   state = optimizer.init(tiny.params(model))
@@ -127,8 +127,8 @@ def test_the_state_of_muon_is_split_like_its_parameters(model):
 
 @pytest.mark.parametrize('lora', [dict(), dict(rank=2)], ids=['all weights', 'adapters'])
 def test_a_run_with_muon_resumes_bit_for_bit(tmp_path, lora):
-  def rows(folder, *stops):
-    for steps in stops:
+  def rows(folder, *step_counts):
+    for steps in step_counts:
       config = tiny.run_config(
         tiny.folder(tmp_path / 'model'),
         algorithm='sft',
@@ -147,7 +147,7 @@ def test_a_run_with_muon_resumes_bit_for_bit(tmp_path, lora):
 
 
 @pytest.mark.parametrize('name', ['adamw', 'lion', 'adafactor', 'ademamix', 'prodigy', 'muon'])
-def test_optimizers_by_name(name, model):
+def test_optimizers_by_name_move_every_parameter(name, model):
   params = tiny.params(model)
   optimizer = optim.make_optimizer(OptimSection(name=name), LR, model)
   update, _ = optimizer.update(gradients(params, 1), optimizer.init(params), params)
@@ -157,15 +157,15 @@ def test_optimizers_by_name(name, model):
 
 @pytest.mark.parametrize('name', ['lion', 'yogi', 'adan'])
 def test_an_optimizer_has_its_own_defaults(name, model):
-  """And not those of Adam: Lion's second moment decays by 0.99, the epsilon of Yogi is 1e-3."""
+  """The defaults are not Adam's: Lion's second moment decays by 0.99, and the epsilon of Yogi is 1e-3."""
   params = tiny.params(model)
   decay = {} if name == 'yogi' else {'weight_decay': 0.0}
-  own = (vars(contrib) | vars(optax))[name](LR, **decay)
-  found = two_updates(optim.make_optimizer(OptimSection(name=name), LR, model), params)
-  for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(two_updates(own, params)), strict=True):
+  expected = (vars(contrib) | vars(optax))[name](LR, **decay)
+  updates = two_updates(optim.make_optimizer(OptimSection(name=name), LR, model), params)
+  for x, y in zip(jax.tree.leaves(updates), jax.tree.leaves(two_updates(expected, params)), strict=True):
     np.testing.assert_array_equal(x, y)
-  set_by_hand = optim.make_optimizer(OptimSection(name=name, b1=0.5), LR, model)
-  assert any((x != y).any() for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(two_updates(set_by_hand, params))))
+  changed = optim.make_optimizer(OptimSection(name=name, b1=0.5), LR, model)
+  assert any((x != y).any() for x, y in zip(jax.tree.leaves(updates), jax.tree.leaves(two_updates(changed, params))))
 
 
 @pytest.mark.parametrize(
@@ -185,6 +185,6 @@ def test_an_optimizer_has_its_own_defaults(name, model):
     (OptimSection(end_lr=1e-6), 'optim.end_lr: a constant learning rate has no end'),
   ],
 )
-def test_what_an_optimizer_cannot_do_or_would_ignore_is_refused(section, message):
+def test_unsupported_and_ignored_optimizer_options_are_refused(section, message):
   with pytest.raises(InputError, match=message):
     optim.check(section)

@@ -1,4 +1,4 @@
-"""Overrides on the command line: each one is applied, reported or refused."""
+"""`launch.config_flag`: each --config override of the command line is applied, reported or refused with a hint."""
 
 import importlib
 import os
@@ -14,19 +14,19 @@ from jaxpost.stage import config as config_lib
 from jaxpost.stage import field_names
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(CLONE))  # which a plain `pytest` does not have
+sys.path.insert(0, str(CLONE))  # a plain `pytest` does not have the clone in its path, which has `launch`
 
 from launch import config_flag  # noqa: E402
 
 
 def read(name, *words):
-  """({stage: Config}, lines told) of a config file with these overrides."""
+  """({stage: Config}, lines that are reported) of a config file with these overrides."""
   raw = importlib.import_module(f'configs.{name}').get_config()
   raw.lock()  # as the flag does
-  rest, given = config_flag.split(words)
-  assert not rest
-  told = config_flag.apply(raw, given)
-  return config_lib.parse(raw.to_dict()), told
+  other_words, overrides = config_flag.split(words)
+  assert not other_words
+  reported = config_flag.apply(raw, overrides)
+  return config_lib.parse(raw.to_dict()), reported
 
 
 def value(config, path):
@@ -37,6 +37,7 @@ def value(config, path):
 
 # ---------------------------------------------------- an override of all stages
 
+# Case -> (words, field, its value in every stage).
 REACHES_ALL = {
   'integer': ('--config.lora.rank=8', 'lora.rank', 8),
   'in two words': ('--config.lora.rank 8', 'lora.rank', 8),
@@ -63,29 +64,30 @@ REACHES_ALL = {
 
 
 @pytest.mark.parametrize('case', REACHES_ALL)
-def test_reaches_every_stage(case):
-  words, path, want = REACHES_ALL[case]
-  stages, told = read('quickstart', *words.split())
-  assert [value(s, path) for s in stages.values()] == [want] * 2 and told == []
-  assert type(value(stages['sft'], path)) is type(want)
+def test_override_reaches_every_stage(case):
+  words, path, expected = REACHES_ALL[case]
+  stages, reported = read('quickstart', *words.split())
+  assert [value(s, path) for s in stages.values()] == [expected] * 2 and reported == []
+  assert type(value(stages['sft'], path)) is type(expected)
 
 
 @pytest.mark.parametrize('case', REACHES_ALL)
-def test_reaches_a_stage_whose_block_does_not_name_it(case):
-  words, path, want = REACHES_ALL[case]
-  stages, told = read('quickstart', *words.replace('config.', 'config.grpo.').split())
-  assert value(stages['grpo'], path) == want and told == []
+def test_override_reaches_stage_whose_block_does_not_name_the_field(case):
+  words, path, expected = REACHES_ALL[case]
+  stages, reported = read('quickstart', *words.replace('config.', 'config.grpo.').split())
+  assert value(stages['grpo'], path) == expected and reported == []
   alone, _ = read('quickstart')
   assert stages['sft'] == alone['sft']
 
 
 @pytest.mark.parametrize('case', REACHES_ALL)
-def test_reaches_a_config_without_stages(case):
-  words, path, want = REACHES_ALL[case]
+def test_override_reaches_config_without_stages(case):
+  words, path, expected = REACHES_ALL[case]
   (stage,) = read('sft_gsm8k', *words.split())[0].values()
-  assert value(stage, path) == want
+  assert value(stage, path) == expected
 
 
+# Override -> line that reports the stage that keeps its own value.
 HIDDEN = {
   '--config.rollout.group_size=16': (
     'config.rollout.group_size=16: stage grpo keeps its own 8; set --config.grpo.rollout.group_size to change it'
@@ -97,17 +99,17 @@ HIDDEN = {
 
 
 @pytest.mark.parametrize('word', HIDDEN)
-def test_a_stage_with_its_own_keeps_it_and_says_so(word):
-  stages, told = read('quickstart', word)
-  assert told == [HIDDEN[word]]
+def test_stage_with_own_value_keeps_own_value_and_override_is_reported(word):
+  stages, reported = read('quickstart', word)
+  assert reported == [HIDDEN[word]]
   assert stages['sft'].rollout.group_size == 16 and stages['grpo'].rollout.group_size == 8
 
 
 @pytest.mark.parametrize('stage', ['', 'sft.'])
-def test_steps_of_the_command_count_in_place_of_epochs_of_the_file(stage):
+def test_steps_of_command_replace_epochs_of_file(stage):
   raw = {'train': {'epochs': 3.0}} | ({'stages': ('sft',), 'sft': {}} if stage else {})
-  told = config_flag.apply(raw, {f'{stage}train.steps': ['7']})
-  assert told == [f'config.{stage}train.steps=7: replaces config.{stage}train.epochs=3.0']
+  reported = config_flag.apply(raw, {f'{stage}train.steps': ['7']})
+  assert reported == [f'config.{stage}train.steps=7: replaces config.{stage}train.epochs=3.0']
   (config,) = config_lib.parse(raw).values()
   assert (config.train.steps, config.train.epochs) == (7, 0)
   assert config_flag.apply({'train': {'steps': 3}}, {'train.steps': ['7']}) == []
@@ -115,12 +117,13 @@ def test_steps_of_the_command_count_in_place_of_epochs_of_the_file(stage):
     config_flag.apply({}, {'train.steps': ['7'], 'train.epochs': ['2']})
 
 
-def test_a_stage_that_the_command_sets_needs_no_word():
-  stages, told = read('quickstart', '--config.rollout.group_size=16', '--config.grpo.rollout.group_size=4')
-  assert told == []
+def test_override_of_stage_on_command_line_is_not_reported():
+  stages, reported = read('quickstart', '--config.rollout.group_size=16', '--config.grpo.rollout.group_size=4')
+  assert reported == []
   assert [s.rollout.group_size for s in stages.values()] == [16, 4]
 
 
+# Case -> (words, pattern of the error).
 REFUSED = {
   'steps': (
     '--config.train.steps=77',
@@ -149,20 +152,21 @@ REFUSED = {
 
 
 @pytest.mark.parametrize('case', REFUSED)
-def test_refused(case):
+def test_override_is_refused_with_a_hint(case):
   words, message = REFUSED[case]
   with pytest.raises(InputError, match=message) as caught:
     read('quickstart', *words.split())
   assert '\n' not in str(caught.value)
 
 
-def test_what_stands_behind_two_dashes_is_left_alone():
+def test_words_after_two_dashes_are_no_overrides():
   words = ['local', '--config=a.py', '--config.seed=1', '--', '--config.seed=2']
   assert config_flag.split(words) == (['local', '--config=a.py', '--', '--config.seed=2'], {'seed': ['1']})
 
 
 # ---------------------------------------------------------------- unknown names
 
+# Unknown field -> field that the hint names.
 MEANT = {
   'optim.learning_rate': 'config.optim.lr',
   'output_dir': '--workdir',
@@ -185,47 +189,47 @@ MEANT = {
 
 
 @pytest.mark.parametrize('path', MEANT)
-def test_unknown_names_the_field_that_was_meant(path):
+def test_unknown_field_is_refused_with_the_field_that_was_meant(path):
   with pytest.raises(InputError, match=rf'^config\.{path}: unknown key; .*{MEANT[path]}\b'):
     read('quickstart', f'--config.{path}=1')
 
 
-def test_unknown_names_in_a_file_are_told_alike():
+def test_unknown_field_in_a_file_gets_the_same_hint():
   with pytest.raises(InputError, match='config.sft.optim.learning_rate: .*config.sft.optim.lr?'):
     config_lib.parse(dict(stages=('sft',), sft=dict(optim=dict(learning_rate=1.0))))
 
 
-def test_names_of_others_lead_to_fields_and_are_none():
+def test_synonyms_lead_to_fields_and_are_no_fields():
   for name, paths in field_names.SYNONYMS.items():
     assert not field_names.field_type(name), name
     assert all(path == '--workdir' or field_names.field_type(path) for path in paths), name
 
 
-def test_names_of_others_are_those_of_the_docs():
-  """A row of the table that names one of them leads to the same field."""
+def test_synonyms_agree_with_table_of_trl_and_verl_names():
+  """A row of docs/from_trl_and_verl.md that names a synonym has one of its fields."""
   text = (CLONE / 'docs/from_trl_and_verl.md').read_text('utf-8').split('## Where')[0]
   rows = [line.split('|')[1:3] for line in text.splitlines() if line.startswith('| `')]
-  told = {}
+  documented = {}
   for theirs, ours in rows:
     for name in re.findall(r'`[\w.]+', theirs):
       for field in re.findall(r'`([a-z_][\w.]*)', ours):
-        told.setdefault(name[1:].rpartition('.')[2], set()).add(field)
-  both = told.keys() & field_names.SYNONYMS.keys()
+        documented.setdefault(name[1:].rpartition('.')[2], set()).add(field)
+  both = documented.keys() & field_names.SYNONYMS.keys()
   assert len(both) > 60
-  # A setting that the table names has a hint; after = stand values.
+  # Each setting that the table names has a synonym. Words after = are values.
   settings = {
     name.rpartition('.')[2] for theirs, _ in rows for name in re.findall(r'`([\w.]+)', theirs.partition('=')[0])
   }
   ours = {field.rpartition('.')[2] for field in field_names.FIELDS}
   assert sorted({name for name in settings if '_' in name} - field_names.SYNONYMS.keys() - ours) == []
   for name in both:
-    fields = {f for f in told[name] if '.' in f or f == 'reward'}
+    fields = {f for f in documented[name] if '.' in f or f == 'reward'}
     if fields:
       # `micro_batch_size` stands for train.micro_batch_size, and so on.
       assert fields & {*field_names.SYNONYMS[name]}, (name, fields, field_names.SYNONYMS[name])
 
 
-def test_the_most_common_settings_lead_to_the_fields_of_their_rows():
+def test_synonyms_agree_with_table_of_most_common_settings():
   page = (CLONE / 'docs/from_trl_and_verl.md').read_text('utf-8')
   section = page.split('## The most common settings')[1].split('\n## ')[0]
   rows = [line.split('|')[2:5] for line in section.splitlines()[4:] if line.startswith('| ')]
@@ -235,9 +239,9 @@ def test_the_most_common_settings_lead_to_the_fields_of_their_rows():
     fields = {name for name in re.findall(r'`([\w.]+)`', ours) if name in field_names.FIELDS}
     for name in re.findall(r'`([\w.]+)`', trl + verl):
       last = name.rpartition('.')[2]
-      near = field_names.SYNONYMS.get(name) or field_names.SYNONYMS.get(last if len(last) > 1 else '', ())
-      assert not near or not fields or fields & {*near}, (name, near)
-      checked += bool(near)
+      hints = field_names.SYNONYMS.get(name) or field_names.SYNONYMS.get(last if len(last) > 1 else '', ())
+      assert not hints or not fields or fields & {*hints}, (name, hints)
+      checked += bool(hints)
   assert checked > 25
 
 
@@ -256,7 +260,7 @@ def command(verb, *words):
   return done.returncode, done.stdout, done.stderr
 
 
-def test_inspect_takes_overrides_of_stages():
+def test_inspect_applies_and_reports_overrides():
   code, out, err = command(
     'inspect',
     '--config=configs/quickstart.py:short',
@@ -273,6 +277,7 @@ def test_inspect_takes_overrides_of_stages():
   )
 
 
+# Case -> ((config file, overrides), words of the error).
 WRONG = {
   'hidden': (('configs/quickstart.py', '--config.algorithm=gpro'), '--config.grpo.algorithm=gpro'),
   'unknown': (('configs/quickstart.py', '--config.lr=1'), 'config.optim.lr'),
@@ -285,11 +290,11 @@ FLAGS = {'inspect': (), 'train': ('--workdir=/nowhere/x',), 'plan': ('--topology
 
 @pytest.mark.parametrize('case', WRONG)
 @pytest.mark.parametrize('verb', FLAGS)
-def test_every_command_refuses_with_one_line(verb, case):
-  (file, *words), wanted = WRONG[case]
+def test_every_command_refuses_bad_config_or_override_in_one_line(verb, case):
+  (file, *words), message = WRONG[case]
   code, out, err = command(verb, f'--config={file}', *words, *FLAGS[verb])
   assert code == 2 and out == ''
-  assert re.fullmatch('jaxpost: .*\n', err) and wanted in err, err
+  assert re.fullmatch('jaxpost: .*\n', err) and message in err, err
 
 
 def test_overrides_without_a_config_are_refused():
@@ -297,6 +302,7 @@ def test_overrides_without_a_config_are_refused():
   assert code == 2 and '--config.seed: there is no config to change; give --config=FILE as well' in err
 
 
+# Case -> (words, pattern of the error).
 LINES = {
   'none': ((), 'needs --config and --workdir: --config is the config file: .*; --workdir is the folder of the run: .*'),
   'a word': (('configs/quickstart.py',), "'configs/quickstart.py' is no flag; write --config=configs/quickstart.py"),
@@ -310,14 +316,14 @@ LINES = {
 
 
 @pytest.mark.parametrize('case', LINES)
-def test_wrong_flags_are_said_in_words(case):
-  words, wanted = LINES[case]
+def test_wrong_flag_is_refused_in_one_line(case):
+  words, message = LINES[case]
   code, out, err = command('train', *words)
-  assert code == 2 and re.fullmatch(f'jaxpost: {wanted}\n', err), err
+  assert code == 2 and re.fullmatch(f'jaxpost: {message}\n', err), err
 
 
 @pytest.mark.parametrize('verb', ['local', 'submit'])
-def test_flags_of_the_training_stand_after_two_dashes(verb):
+def test_train_flags_before_two_dashes_are_refused(verb):
   words = {'local': ('--processes=2',), 'submit': ('slurm', '--nodes=2')}[verb]
   code, out, err = command(verb, *words, '--config=configs/quickstart.py', '--workdir=x')
   assert code == 2 and out == ''
@@ -330,12 +336,12 @@ def test_a_config_and_its_file_may_be_two_words(tmp_path):
   assert config_flag.joined(['train', '--config']) == ['train', '--config']
   (tmp_path / 'a.yaml').write_text('a: [1\n')
   (tmp_path / 'a.py').write_text('def get_config():\n  return a\n')
-  for name, wanted in (('a.yaml', 'while parsing a flow sequence'), ('a.py', f'{tmp_path}/a.py:2: NameError')):
-    assert wanted in command('inspect', '--config', tmp_path / name)[2]
+  for name, message in (('a.yaml', 'while parsing a flow sequence'), ('a.py', f'{tmp_path}/a.py:2: NameError')):
+    assert message in command('inspect', '--config', tmp_path / name)[2]
 
 
 @pytest.mark.parametrize('words', [('train', '--help'), ('main', 'train', '--help')])
-def test_help_into_a_pipe_that_nobody_reads(words):
+def test_help_into_a_closed_pipe_exits_quietly(words):
   read, write = os.pipe()
   os.close(read)
   verb = subprocess.run([sys.executable, '-m', f'launch.{words[0]}', *words[1:]], cwd=CLONE, stdout=write, stderr=-1)

@@ -46,7 +46,7 @@ CAUGHT_BY = {
   'all logits at once': 'test_head.py:test_the_update_never_holds_all_logits',
   'rows padded to the longest possible': 'test_peer_defects.py:test_short_completions_share_rows',
   'left padding': 'test_peer_defects.py:test_short_completions_share_rows',
-  'rewards without a timeout': 'test_rewards_pool.py:test_a_hang_costs_the_others_nothing',
+  'rewards without a timeout': 'test_rewards_pool.py:test_hanging_group_does_not_delay_other_groups',
   'a failed reward is 0': 'test_rewards_pool.py:test_a_bad_reward_masks_its_group_only',
   'text is tokenised again for training': 'test_peer_defects.py:test_trained_tokens_are_those_that_were_sampled',
   'loss depends on the accumulation': 'test_grpo_family.py:test_loss_does_not_depend_on_the_layout',

@@ -1,8 +1,4 @@
-"""The order of devices in a mesh, for machines that are only described.
-
-A device of these tests has the attributes of one of JAX: its kind, slice, host and
-place among the chips.
-"""
+"""`distributed.phases.order_devices`: which axis of a mesh crosses hosts and slices, for described TPUs and GPUs."""
 
 import dataclasses
 import itertools
@@ -18,6 +14,8 @@ from jaxpost.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Device:
+  """The attributes of a JAX device that decide its place in a mesh."""
+
   id: int
   process_index: int
   coords: tuple = (0, 0, 0)
@@ -28,11 +26,11 @@ class Device:
 
 
 def tpus(x, y, z=1, slices=1, kind='TPU v5 lite'):
-  """Slices of x * y * z chips in the order of JAX; a host has 2 x 2 of them."""
-  out = []
+  """Slices of x * y * z chips in the order of JAX; each host has 2 x 2 of them."""
+  devices = []
   for s, k, j, i, b, a in itertools.product(range(slices), range(z), range(y // 2), range(x // 2), (0, 1), (0, 1)):
-    out.append(Device(len(out), len(out) // 4, (2 * i + a, 2 * j + b, k), s, device_kind=kind))
-  return out
+    devices.append(Device(len(devices), len(devices) // 4, (2 * i + a, 2 * j + b, k), s, device_kind=kind))
+  return devices
 
 
 def gpus(hosts, each=8):
@@ -40,20 +38,20 @@ def gpus(hosts, each=8):
 
 
 def placed(devices, mesh):
-  """(the devices in their mesh, {axis: its place})."""
+  """(array of the devices in their mesh, {axis name: axis of the array})."""
   sizes = parse_mesh(mesh, len(devices), 'config.mesh.train')
-  found = phases.order_devices(devices, tuple(sizes.values()))
-  assert found.shape == tuple(sizes.values())
-  assert {d.id for d in found.flat} == {d.id for d in devices}
-  return found, {axis: at for at, axis in enumerate(AXES)}
+  ordered = phases.order_devices(devices, tuple(sizes.values()))
+  assert ordered.shape == tuple(sizes.values())
+  assert {d.id for d in ordered.flat} == {d.id for d in devices}
+  return ordered, {axis: at for at, axis in enumerate(AXES)}
 
 
-def along(found, axis):
-  """Lines of devices that differ in that axis only."""
-  return np.moveaxis(found, axis, -1).reshape(-1, found.shape[axis])
+def along(ordered, axis):
+  """[lines, size of the axis]: in each line, the devices differ in this axis only."""
+  return np.moveaxis(ordered, axis, -1).reshape(-1, ordered.shape[axis])
 
 
-# mesh of 4 slices of 4 x 4 chips: the axis that crosses their network.
+# Mesh on 4 slices of 4 x 4 chips -> the axis that crosses the network between slices.
 CROSSES = {
   'data=4,fsdp=16': 'data',
   'data=4,fsdp=4,tensor=4': 'data',
@@ -68,25 +66,25 @@ CROSSES = {
 
 @pytest.mark.parametrize('kind', ['TPU v5 lite', 'TPU v4'])
 @pytest.mark.parametrize('mesh', CROSSES)
-def test_the_outermost_axis_crosses_the_slow_network(mesh, kind):
+def test_outermost_axis_that_fits_crosses_slices(mesh, kind):
   devices = tpus(4, 4, slices=4, kind=kind)
-  found, axes = placed(devices[::-1], mesh)
+  ordered, axes = placed(devices[::-1], mesh)
   slow = axes[CROSSES[mesh]]
   for at in axes.values():
-    for line in along(found, at):
+    for line in along(ordered, at):
       slices = [d.slice_index for d in line]
       if at != slow:
         assert len(set(slices)) == 1, (mesh, at)
-      else:  # one after the other, so that a ring crosses once for each
+      else:  # slices are in order, so that a ring crosses from each to the next only once
         assert slices == sorted(slices) and set(slices) == set(range(4))
 
 
 @pytest.mark.parametrize('mesh', ['fsdp=4,tensor=4', 'fsdp=16', 'data=2,fsdp=2,tensor=4'])
-def test_the_innermost_axis_goes_from_neighbour_to_neighbour(mesh):
-  """The chips of one slice are numbered host by host."""
+def test_innermost_axis_goes_from_neighbor_to_neighbor(mesh):
+  """Not in the order of their ids, as the chips of a slice are numbered host by host."""
   devices = tpus(4, 4)
-  found, _ = placed(devices, mesh)
-  inner = max(at for at, n in enumerate(found.shape) if n > 1)
+  ordered, _ = placed(devices, mesh)
+  inner = max(at for at, n in enumerate(ordered.shape) if n > 1)
 
   def steps(order):
     return {
@@ -95,8 +93,8 @@ def test_the_innermost_axis_goes_from_neighbour_to_neighbour(mesh):
       for x, y in zip(line, line[1:])
     }
 
-  assert steps(found) == {1}
-  assert steps(np.array(devices).reshape(found.shape)) > {1}
+  assert steps(ordered) == {1}
+  assert steps(np.array(devices).reshape(ordered.shape)) > {1}
 
 
 @pytest.mark.parametrize(
@@ -110,25 +108,25 @@ def test_the_innermost_axis_goes_from_neighbour_to_neighbour(mesh):
   ],
 )
 def test_inner_axes_stay_within_a_host_of_gpus(mesh, inside):
-  found, axes = placed(gpus(4), mesh)
+  ordered, axes = placed(gpus(4), mesh)
   for axis in AXES:
-    hosts = [len({d.process_index for d in line}) for line in along(found, axes[axis])]
-    if found.shape[axes[axis]] == 1 or axis in inside:
+    hosts = [len({d.process_index for d in line}) for line in along(ordered, axes[axis])]
+    if ordered.shape[axes[axis]] == 1 or axis in inside:
       assert set(hosts) == {1}, axis
     else:
-      assert set(hosts) == {min(4, found.shape[axes[axis]])}, axis
+      assert set(hosts) == {min(4, ordered.shape[axes[axis]])}, axis
 
 
 def test_a_phase_may_have_some_of_the_slices():
-  found, axes = placed(tpus(4, 4, slices=3)[16:], 'data=2,fsdp=16')
-  assert [d.slice_index for d in along(found, axes['data'])[0]] == [1, 2]
+  ordered, axes = placed(tpus(4, 4, slices=3)[16:], 'data=2,fsdp=16')
+  assert [d.slice_index for d in along(ordered, axes['data'])[0]] == [1, 2]
 
 
 HOLES = [d for d in tpus(4, 4, slices=2) if d.id % 16 < 12]
 
 
 @pytest.mark.parametrize(
-  'devices, mesh, wanted',
+  'devices, mesh, message',
   [
     (
       tpus(2, 2, slices=8),
@@ -147,9 +145,9 @@ HOLES = [d for d in tpus(4, 4, slices=2) if d.id % 16 < 12]
   ],
   ids=['axes', 'uneven', 'hole', 'holes'],
 )
-def test_what_the_network_cannot_serve_is_refused(devices, mesh, wanted):
+def test_mesh_that_does_not_fit_slices_is_refused(devices, mesh, message):
   with pytest.raises(InputError) as caught:
     placed(devices, mesh)
   line = str(caught.value)
-  assert line.startswith('config.mesh: ' + wanted) and '\n' not in line
+  assert line.startswith('config.mesh: ' + message) and '\n' not in line
   assert len(line) < 300

@@ -1,4 +1,4 @@
-"""Runs of the preference methods: the reference on disk, resume, learning."""
+"""Tests of runs of preference methods: the precomputed reference on disk, resuming, and the loss at step 0."""
 
 import functools
 import json
@@ -47,90 +47,90 @@ def programs(workdir):
 
 
 def leaves(workdir, algorithm, step):
-  """{leaf: bytes} of a checkpoint."""
+  """Returns {leaf: bytes} of a checkpoint."""
   folder = workdir / 'checkpoints' / algorithm
   _, _, seal = (folder / str(step) / 'checksums.json').read_bytes().partition(b'\n')
-  here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   tree = {
-    k: jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=here)
+    k: jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)
     for k, (shape, dtype) in json.loads(seal)['leaves'].items()
   }
   checkpointer = Checkpointer(folder)
   try:
-    _, found, _ = checkpointer.restore(tree, step)
+    _, arrays, _ = checkpointer.restore(tree, step)
   finally:
     checkpointer.close()
-  return {k: np.asarray(x).tobytes() for k, x in found.items()}
+  return {k: np.asarray(x).tobytes() for k, x in arrays.items()}
 
 
 @pytest.mark.parametrize('algorithm', METHODS)
-def test_reference_on_disk(model, algorithm, tmp_path, monkeypatch):
-  """The same run; its second half, and a second run, score nothing."""
-  made = functools.partial(config_of, model, algorithm)
+def test_run_with_precomputed_reference_equals_run_with_reference_model(model, algorithm, tmp_path, monkeypatch):
+  """The resumed half of the run scores nothing."""
+  config = functools.partial(config_of, model, algorithm)
   on_disk = dict(preference=dict(precompute_ref=True))
-  plain = run(made(), tmp_path / 'plain')
-  half = run(made(train=dict(steps=2), **on_disk), tmp_path / 'disk')
-  # Nothing is left to score.
+  plain = run(config(), tmp_path / 'plain')
+  first_half = run(config(train=dict(steps=2), **on_disk), tmp_path / 'disk')
+  # From here on, scoring fails the test.
   monkeypatch.setattr(precompute, 'read', lambda *args: pytest.fail('scores'))
-  whole = run(made(**on_disk), tmp_path / 'disk')
-  assert whole[:3] == half[:3]
-  for one, two in zip(plain, [r for r in whole if r not in half[3:]]):
+  whole = run(config(**on_disk), tmp_path / 'disk')
+  assert whole[:3] == first_half[:3]
+  for one, two in zip(plain, [r for r in whole if r not in first_half[3:]]):
     assert one.keys() == two.keys()
     for name in one:
-      # Before the first update all rewards are 0, but for rounding.
-      tie = name == 'rewards/accuracies' and one['step'] < 2
-      if not isinstance(one[name], str) and not tie:
+      # Before the first update, all rewards are 0 but for rounding, so which is larger is arbitrary.
+      is_tie = name == 'rewards/accuracies' and one['step'] < 2
+      if not isinstance(one[name], str) and not is_tie:
         assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-4), name
   assert plain[-1]['rewards/margins'] != 0
-  # Else answers that are only read might as well be left out.
+  # Where the KL of KTO stayed 0, the answers that only estimate it would not be tested.
   assert algorithm == 'dpo' or any(r['kl'] > 0.01 for r in plain)
-  # No copy of the weights was made.
+  # Only the run with a reference model copies the weights.
   assert 'copy' in programs(tmp_path / 'plain')
   assert 'copy' not in programs(tmp_path / 'disk')
 
 
-def test_what_is_kept_is_of_these_weights_and_data(model, tmp_path, monkeypatch):
-  """Other data, rendering, weights or types of them: computed anew, beside the first."""
+def test_precomputed_reference_is_reused_only_for_same_weights_and_data(model, tmp_path, monkeypatch):
+  """With other data, rendering, weights or types of weights, the reference is computed again, beside the first."""
   on_disk = dict(train=dict(steps=1), preference=dict(precompute_ref=True))
   run(config_of(model, 'dpo', **on_disk), tmp_path / 'first')
-  kept = sorted(p.name for p in (tmp_path / 'first/cache').iterdir())
-  assert len(kept) == 2  # of the rows, and of those held out
-  read, count = precompute.read, []
-  monkeypatch.setattr(precompute, 'read', lambda *args: (count.append(1), read(*args))[1])
-  other = tiny.folder(tmp_path / 'other', initializer_range=0.1)
-  for n, (path, over, new) in enumerate(
+  cached = sorted(p.name for p in (tmp_path / 'first/cache').iterdir())
+  assert len(cached) == 2  # one for the training rows, and one for the held-out rows
+  read, reads = precompute.read, []
+  monkeypatch.setattr(precompute, 'read', lambda *args: (reads.append(1), read(*args))[1])
+  other_model = tiny.folder(tmp_path / 'other', initializer_range=0.1)
+  for n, (path, over, expected_reads) in enumerate(
     [
       (model, {}, 0),
-      (model, dict(size=61), 1),  # of the rows alone
+      (model, dict(size=61), 1),  # of the training rows alone
       (model, dict(preference=dict(share_prompt=False)), 2),
-      (other, {}, 2),
+      (other_model, {}, 2),
       (model, dict(model=dict(param_dtype='bfloat16')), 2),
       (model, dict(lora=dict(rank=2)), 2),  # an adapter of other sizes would be merged, and rounded
     ]
   ):
     folder = tmp_path / f'again{n}'
     shutil.copytree(tmp_path / 'first/cache', folder / 'cache')
-    count.clear()
+    reads.clear()
     run(config_of(path, 'dpo', **tiny.merged(on_disk, over)), folder)
-    assert len(count) == new, (n, count)
+    assert len(reads) == expected_reads, (n, reads)
 
 
 @pytest.mark.core
 def test_resume_is_bitwise(model, tmp_path):
-  """Four steps, and two and two: rows and every bit of the state."""
-  one = run(config_of(model, 'dpo'), tmp_path / 'one')
+  """Four steps at once, and two and two, have the same rows and every bit of the state."""
+  whole = run(config_of(model, 'dpo'), tmp_path / 'one')
   run(config_of(model, 'dpo', train=dict(steps=2)), tmp_path / 'two')
-  two = run(config_of(model, 'dpo'), tmp_path / 'two')
+  resumed = run(config_of(model, 'dpo'), tmp_path / 'two')
 
-  def train(rows):
+  def train_rows(rows):
     return [r for r in rows if r['split'] == 'train']
 
-  assert train(one) == train(two) and len(train(one)) == 4
+  assert train_rows(whole) == train_rows(resumed) and len(train_rows(whole)) == 4
   assert leaves(tmp_path / 'one', 'dpo', 4) == leaves(tmp_path / 'two', 'dpo', 4)
 
 
-def test_step_zero_in_bfloat16(model, tmp_path):
-  """Reference and policy are two programs: the check must allow rounding."""
+def test_first_dpo_loss_in_bfloat16_is_log_2(model, tmp_path):
+  """Reference and policy are two programs, so the check of the first step must allow for rounding."""
   config = config_of(model, 'dpo', train=dict(steps=1))
   config['model']['dtype'] = 'bfloat16'
   rows = run(config, tmp_path)

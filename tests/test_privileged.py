@@ -31,7 +31,7 @@ def stream_of(folder, tmp_path, hint, **overrides):
   return jaxpost.policy_and_stream(tiny.merged(config, overrides))
 
 
-def test_teacher_scores_the_same_tokens_after_its_own_prompt(folder, tmp_path, monkeypatch):
+def test_the_teacher_scores_the_same_tokens_after_its_own_prompt(folder, tmp_path, monkeypatch):
   calls = []
   privileged_rollout = teachers.privileged_rollout
   monkeypatch.setattr(teachers, 'privileged_rollout', lambda *args: calls.append(args) or privileged_rollout(*args))

@@ -15,7 +15,7 @@ import tiny
 from jaxpost import stages, types
 from jaxpost.errors import InputError
 from jaxpost.matmul import einsum
-from jaxpost.models import lora, partition, quantization
+from jaxpost.models import lora, quantization
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import Experts
 from jaxpost.models.parameters import flatten
@@ -112,7 +112,7 @@ def test_products_are_those_of_the_whole_matrix(kind, dtype):
 
 def held_model(kind, rank=3, **fields):
   spec = (rank, 5.0, False, ALL) if rank else ()
-  return quantization.quantize_model(partition.freeze(partition.build(tiny.config(lora=spec, **fields)), ''), kind)
+  return quantization.quantize_model(model_lib.freeze(model_lib.build(tiny.config(lora=spec, **fields)), ''), kind)
 
 
 def logits(model, params, compute=tiny.EXACT):
@@ -136,12 +136,12 @@ def test_a_model_computes_as_with_whole_matrices(kind, unroll):
   np.testing.assert_allclose(found, logits(model.base, merged, compute), atol=3e-5 * tiny.largest(found))
   # Frozen parameters are in codes, and none of them is trained.
   assert {p for p in model.table if 'codes' in p} == {f'layers/{n}/codes' for n in ALL.split('|')}
-  assert all(p.startswith('lora/') for p in partition.trained_part(model).table)
+  assert all(p.startswith('lora/') for p in model_lib.trained_part(model).table)
 
 
 def test_so_do_latents_with_dense_layers():
   cfg = tiny.latent(lora=(2, 5.0, False, 'q_b|o'))
-  model = quantization.quantize_model(partition.freeze(partition.build(cfg), ''), 'int8')
+  model = quantization.quantize_model(model_lib.freeze(model_lib.build(cfg), ''), 'int8')
   params = model.init(jax.random.key(0))
   assert 'codes' in params['dense']['o'] and 'codes' in params['layers']['o']
   found = logits(model, params)
@@ -167,7 +167,7 @@ def test_no_matrix_of_another_layer_is_whole():
     model = held_model(kind, **shape)
     compute = dataclasses.replace(tiny.EXACT, dtype='bfloat16', unroll=False)
     loss = train.make_loss(model, types.Objective(lambda o, a: (-o.logprobs, {})), tiny.one_device(), compute)
-    own, fixed = partition.split(
+    own, fixed = model_lib.split(
       jax.eval_shape(functools.partial(model.init, dtype=jnp.bfloat16), jax.random.key(0)), model
     )
     done = (
@@ -328,7 +328,7 @@ def test_a_critic_that_is_trained_whole_has_no_codes(base):
   over = dict(model=dict(quantize='int8'), train=dict(freeze='(?!embed).*'))
   roles = parts(tiny.merged(tiny.grpo_config(base, algorithm='ppo'), over))
   assert roles.policy.model.quantized and not roles.critic.model.quantized
-  assert set(roles.critic.model.table) == {*partition.build(roles.policy.model.config).table, 'score'}
+  assert set(roles.critic.model.table) == {*model_lib.build(roles.policy.model.config).table, 'score'}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Rematerialization: gradients stay the same, and what a backward pass stores is bounded."""
+"""Tests of rematerialization (model.remat): gradients stay the same, and the backward pass stores a bounded size."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ MODELS = {
 
 
 def gradient(model, compute, ids, g):
-  """(function, its argument): gradients of a weighted sum of the hidden states."""
+  """Returns a function of the parameters: the gradient of a sum of the hidden states weighted by `g`."""
   positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
 
   def total(params):
@@ -34,21 +34,21 @@ def gradient(model, compute, ids, g):
 
 @pytest.mark.parametrize('unroll', [True, False])
 @pytest.mark.parametrize('name', MODELS)
-def test_gradients_do_not_depend_on_it(name, unroll):
+def test_gradients_do_not_depend_on_remat(name, unroll):
   model = model_lib.build(MODELS[name])
   params, ids = tiny.params(model), tiny.tokens((2, 12))
   g = jax.random.normal(jax.random.key(1), (2, 12, model.config.hidden_size))
-  found = {
+  grads = {
     remat: jax.jit(gradient(model, dataclasses.replace(tiny.EXACT, unroll=unroll, remat=remat), ids, g))(params)
     for remat in ('none', 'dots', 'full')
   }
   for remat in ('dots', 'full'):
-    for a, b in zip(jax.tree.leaves(found[remat]), jax.tree.leaves(found['none']), strict=True):
+    for a, b in zip(jax.tree.leaves(grads[remat]), jax.tree.leaves(grads['none']), strict=True):
       assert tiny.largest(a - b) <= 1e-5 * max(tiny.largest(b), 1e-3)
 
 
 def test_dots_repeats_no_projection():
-  """Its FLOPs are those of storing everything, but for attention."""
+  """Its FLOPs are those of storing everything, except for attention."""
   model = model_lib.build(tiny.config(hidden_size=128, intermediate_size=512))
   params, ids = tiny.params(model), tiny.tokens((2, 12))
   flops = {}
@@ -59,8 +59,8 @@ def test_dots_repeats_no_projection():
   assert flops['dots'] <= 1.03 * flops['none'] and flops['full'] >= 1.2 * flops['none'], flops
 
 
-def stored(remat, quantize=''):
-  """Bytes a token and layer that the backward pass of Qwen3-1.7B is given on an accelerator."""
+def stored_bytes(remat, quantize=''):
+  """Returns the bytes per token and layer that Qwen3-1.7B stores for its backward pass on an accelerator."""
   cfg = dataclasses.replace(presets.PRESETS['qwen3_1_7b'], num_layers=4)
   model = model_lib.build(cfg)
   compute = compute_for('gpu', 'bfloat16', remat, 'chunked')
@@ -83,14 +83,14 @@ def stored(remat, quantize=''):
   return (of_rows(2) - of_rows(1)) / 4096 / cfg.num_layers
 
 
-def test_what_a_token_costs_in_memory():
-  """Each layer keeps its input, q, k, v, the results of attention and its projection, gate and up, in bfloat16."""
-  assert stored('auto') == stored('dots') <= 50_000
-  assert stored('full') <= 10_000
-  assert stored('none') > 2 * stored('dots')
+def test_stored_bytes_per_token_and_layer_are_bounded():
+  """`dots` keeps the input, q, k, v, the results of attention and its projection, gate and up, in bfloat16."""
+  assert stored_bytes('auto') == stored_bytes('dots') <= 50_000
+  assert stored_bytes('full') <= 10_000
+  assert stored_bytes('none') > 2 * stored_bytes('dots')
 
 
-def test_what_the_platform_takes():
+def test_auto_remat_is_none_on_cpu_and_dots_on_accelerators():
   assert compute_for('cpu', 'bfloat16', 'auto').remat == 'none'
   for platform in ('gpu', 'tpu'):
     assert compute_for(platform, 'bfloat16', 'auto').remat == 'dots'

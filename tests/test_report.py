@@ -1,4 +1,4 @@
-"""report.html shows a run, whatever its files hold, and needs nothing else."""
+"""Tests of launch.report: the page report.html, the summary, and their figures, charts, cards and titles."""
 
 import html.parser
 import io
@@ -16,17 +16,17 @@ import rich.console
 
 from jaxpost import stages
 from jaxpost.errors import InputError
-from jaxpost.monitor import curves, metrics, report, titles
+from jaxpost.monitor import display, metrics, report
 from jaxpost.stage import algorithms
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 
 HOSTILE = '<script>alert("1")</script>&amp;\'"><img src=x onerror=alert(2)></pre></body><!-- \x00 \x1b[31m \ud83d'
-VOID = ('meta',)  # of the tags we write, those that have no end
+VOID = ('meta',)  # tags of the report that have no end tag
 
 
 class Page(html.parser.HTMLParser):
-  """Fails on unbalanced tags; collects tags, attributes and text."""
+  """Collects tags, attributes and text, and fails on unbalanced tags."""
 
   def __init__(self, text):
     super().__init__()
@@ -92,7 +92,7 @@ def read_page(workdir):
   return Page(text)
 
 
-def test_full_run(tmp_path):
+def test_page_shows_config_plan_resumes_figures_and_charts(tmp_path):
   writer = make_run(tmp_path)
   (tmp_path / 'config.json').write_text('{"optimizer": {"lr": 0.125}}')
   (tmp_path / 'plan.json').write_text(
@@ -134,10 +134,10 @@ def test_full_run(tmp_path):
     'step 3: not finite',
   ):
     assert text in page.text, text
-  # loss, reward, pass@1, entropy, tokens_per_s, odd_key; twice
+  # loss, reward, pass@1, entropy, tokens_per_s, and odd_key, in two stages
   assert page.tags.count('svg') == 12
-  numbers = [v for k, v in page.attrs if k in ('d', 'cx', 'cy', 'y')]
-  assert numbers and not any('nan' in v or 'inf' in v for v in numbers)
+  coordinates = [v for k, v in page.attrs if k in ('d', 'cx', 'cy', 'y')]
+  assert coordinates and not any('nan' in v or 'inf' in v for v in coordinates)
 
 
 @pytest.mark.parametrize(
@@ -150,18 +150,18 @@ def test_full_run(tmp_path):
     ({'rows': False}, 0),
   ],
 )
-def test_parts_may_be_absent(tmp_path, options, charts):
+def test_report_of_incomplete_run_has_the_charts_it_can(tmp_path, options, charts):
   make_run(tmp_path, **options)
   assert read_page(tmp_path).tags.count('svg') == charts
   report.terminal_summary(tmp_path, rows_of(tmp_path), rich.console.Console(file=io.StringIO()))
 
 
-def test_empty_folder(tmp_path):
+def test_page_of_empty_folder_says_that_there_are_no_metrics(tmp_path):
   assert 'no rows of metrics yet' in read_page(tmp_path).text
   assert report.figures(rows_of(tmp_path)) == {}
 
 
-def test_hostile_text_is_text(tmp_path):
+def test_hostile_text_is_escaped_in_page_and_terminal(tmp_path):
   stage = 'a<b>&"\''
   console = rich.console.Console(file=io.StringIO())
   row = {
@@ -198,7 +198,7 @@ def write_samples(workdir, files):
     path.with_stem(f'{step}-old').write_text('somebody has copied it')
 
 
-def test_samples_before_and_after(tmp_path):
+def test_samples_of_first_and_last_step_are_shown_by_prompt(tmp_path):
   prompts = ('one', 'two', 'three')
   write_samples(
     tmp_path,
@@ -210,14 +210,14 @@ def test_samples_before_and_after(tmp_path):
     },
   )
   page = read_page(tmp_path)
-  at = [page.text.index(f'{p} at {step}, draw 0') for p in prompts for step in (2, 100)]
-  assert at == sorted(at)  # prompt by prompt, before then after
+  positions = [page.text.index(f'{p} at {step}, draw 0') for p in prompts for step in (2, 100)]
+  assert positions == sorted(positions)  # prompt by prompt, before then after
   assert 'at 10,' not in page.text and 'draw 1' not in page.text
   styles = [v for k, v in page.attrs if k == 'style' and '--v' in v]
   assert styles == ['--v:0%', '--v:100%'] * 3
 
 
-def test_samples_of_different_prompts_and_of_one_file(tmp_path):
+def test_samples_of_different_prompts_are_shown_and_cut_to_1500_characters(tmp_path):
   write_samples(
     tmp_path, {1: [{'prompt': 'p1', 'completion': 'x' * 5000}], 2: [{'prompt': 'p2', 'completion': 'second'}]}
   )
@@ -240,11 +240,11 @@ def test_long_run_stays_small(tmp_path):
   read_page(tmp_path)
 
 
-def test_live_and_damaged_files(tmp_path):
+def test_torn_last_row_is_ignored_and_damaged_files_are_refused(tmp_path):
   make_run(tmp_path, stages=('sft',))
   path = tmp_path / 'metrics.jsonl'
   text = path.read_text()
-  path.write_text(text + '{"stage": "sft", "sp')  # being written
+  path.write_text(text + '{"stage": "sft", "sp')  # the row is still being written
   assert read_page(tmp_path).tags.count('svg') == 6
   path.write_text('{"sta\n' + text)
   with pytest.raises(InputError, match=r'metrics\.jsonl:1: '):
@@ -256,11 +256,19 @@ def test_live_and_damaged_files(tmp_path):
 
 
 def test_metrics_are_read_once(tmp_path, monkeypatch):
-  """A report reads them once, and so does the end of a run, which writes summary and report: they may take seconds."""
+  """A report reads the metrics once, and so does the end of a run, which writes summary and report.
+
+  Each read may take seconds.
+  """
   make_run(tmp_path, stages=('sft',))
   reads, rows = [], rows_of(tmp_path)
+
+  def read_rows(path):
+    reads.append(path)
+    return rows
+
   for module in (report, metrics):
-    monkeypatch.setattr(module, 'read_rows', lambda path: reads.append(path) or rows)
+    monkeypatch.setattr(module, 'read_rows', read_rows)
   text = report.write_report(tmp_path).read_text('utf-8')
   assert reads == [tmp_path / 'metrics.jsonl']
   assert report.write_report(tmp_path, rows).read_text('utf-8') == text and len(reads) == 1
@@ -268,7 +276,7 @@ def test_metrics_are_read_once(tmp_path, monkeypatch):
   assert len(reads) == 2
 
 
-def test_figures(tmp_path):
+def test_figures_are_means_of_the_last_10_steps(tmp_path):
   make_run(tmp_path, stages=('sft',), steps=20)
   figures = report.figures(rows_of(tmp_path))
   assert figures.pop('loss/sft') == pytest.approx(sum(2 / i for i in range(11, 21)) / 10)
@@ -290,15 +298,15 @@ def test_phases_leave_out_the_compile():
   assert report.phases([]) == {}
 
 
-def test_time_of_a_step_is_counted_once():
-  """Other times, and the number of a process, are no phases: busy devices, a pause of the sampler, a host's skew."""
+def test_overlapping_times_are_no_phases_of_a_step():
+  """Busy times of devices, pauses of the sampler, the skew of hosts and the number of a process are no phases."""
   row = {'time/step': 4.0, 'time/update': 3.0, 'time/busy/devices': 3.5, 'time/busy/both': 1.0}
   row |= {'time/dispatch_gap': 0.3, 'time/host_skew': 0.5, 'time/slowest_process': 7}
   assert report.phases([row] * 2) == {'update': 3.0, 'other': 1.0}
 
 
-def test_the_phases_are_those_of_the_timer():
-  """A phase that a step is timed by has its share in the report, and a share has a phase."""
+def test_report_phases_are_the_names_that_the_timer_uses():
+  """Each phase that the timer measures has a share in the report, and each share has a phase."""
   timed = {
     name
     for path in (CLONE / 'jaxpost').rglob('*.py')
@@ -311,30 +319,30 @@ def test_every_phase_of_a_step_has_a_color_of_its_own(tmp_path):
   names = metrics.PHASES
   write_rows(tmp_path, *(('train', step, {f'time/{n}': 1.0 for n in names} | {'time/step': 11.0}) for step in (1, 2)))
   text = report.write_report(tmp_path).read_text('utf-8')
-  used = re.findall(r'class="key"><i style="background:var\(--(\w+)\)', text)
-  assert len(used) == len(set(used)) == len(names) + 1 and 'other' in used
-  shades = [re.search(rf'--{name}:(#\w+)', text)[1] for name in used]
-  assert len(set(shades)) == len(used)
+  colors = re.findall(r'class="key"><i style="background:var\(--(\w+)\)', text)
+  assert len(colors) == len(set(colors)) == len(names) + 1 and 'other' in colors
+  shades = [re.search(rf'--{name}:(#\w+)', text)[1] for name in colors]
+  assert len(set(shades)) == len(colors)
 
 
-def test_axis():
-  assert curves._ticks(0.0, 10.0, 4) == [0.0, 2.5, 5.0, 7.5, 10.0]
-  low, high = curves._range([1.0 + i / 100 for i in range(100)] + [1e6])
+def test_chart_ranges_and_ticks_cover_all_values():
+  assert display._ticks(0.0, 10.0, 4) == [0.0, 2.5, 5.0, 7.5, 10.0]
+  low, high = display._range([1.0 + i / 100 for i in range(100)] + [1e6])
   assert low < 1.0 and 1.99 < high < 10  # a spike does not flatten the rest
   for values in ([0.0], [5.0] * 30, [-1e-30], [0.1, 0.1 + 1e-17], [1e300, 0.0]):
-    low, high = curves._range(values)
+    low, high = display._range(values)
     assert low <= min(values) <= max(values) <= high and low < high
-    assert 2 <= len(curves._ticks(low, high, 4)) <= 9
+    assert 2 <= len(display._ticks(low, high, 4)) <= 9
 
 
 def write_rows(workdir, *rows):
-  """Rows (split, step, values) of a stage `grpo`."""
+  """Writes the metrics rows (split, step, values) of a stage `grpo`."""
   rows = [{'stage': 'grpo', 'split': split, 'step': step} | values for split, step, values in rows]
   (workdir / 'metrics.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
 
 
 def read_parts(workdir):
-  """Returns {name: (value, first value)} of the cards, and the keys of the open and of the folded charts."""
+  """Returns {name of a card: (value, first value)}, the keys of the open charts, and those of the folded charts."""
   text = report.write_report(workdir).read_text('utf-8')
   cards = re.findall(r'<small title="[^"]*">([^<]*)</small><b>([^<]*)</b><small>([^<]*)</small>', text)
   is_open, _, folded = text.partition('<details><summary>More curves')
@@ -342,7 +350,7 @@ def read_parts(workdir):
   return {name: (value, first) for name, value, first in cards}, *charts
 
 
-def test_the_page_opens_with_a_sentence(tmp_path):
+def test_page_opens_with_one_line_about_each_stage(tmp_path):
   write_rows(
     tmp_path,
     ('eval', 0, {'pass@1': 0.25}),
@@ -360,7 +368,7 @@ def test_the_page_opens_with_a_sentence(tmp_path):
 def test_the_sum_of_steps_stands_beside_the_wall_time(tmp_path):
   write_rows(tmp_path, ('train', 1, {'loss': 3.0, 'time/step': 99.5}))
   assert 'sum of steps 99.5 s' in read_page(tmp_path).text
-  assert 'wall time' not in read_page(tmp_path).text  # a run without summary.json is alive
+  assert 'wall time' not in read_page(tmp_path).text  # without summary.json, the run has not ended
   report.summary(tmp_path, {**report.figures(rows_of(tmp_path)), 'wall_s': 300.0})
   assert 'sum of steps 99.5 s · wall time 5 min' in read_page(tmp_path).text
   (tmp_path / 'resumes.jsonl').write_text('{"stage": "grpo", "step": 1, "rows_dropped": 0}\n')
@@ -377,7 +385,7 @@ def test_the_sampler_mismatch_is_shown_as_its_distance_from_1(tmp_path):
   assert report.figures(rows_of(tmp_path))['sampler_mismatch/grpo'] == pytest.approx(1.002)
 
 
-def test_times_and_counters_that_stayed_0_are_no_cards(tmp_path):
+def test_times_and_counters_that_stay_0_have_no_card(tmp_path):
   row = {'reward': 0.0, 'time/step': 2.0, 'time/busy/devices': 1.0, 'odd': 1.0}
   held_out = {'ungraded': 0, 'falling': 3, 'pass@4': 0.5, 'time/eval': 1.0, 'time/step': 2.0}
   write_rows(tmp_path, ('train', 1, row), ('eval', 1, held_out), ('eval', 2, held_out | {'falling': 0}))
@@ -386,8 +394,8 @@ def test_times_and_counters_that_stayed_0_are_no_cards(tmp_path):
   assert cards == {'Reward': ('0', 'from 0'), 'Falling': ('0', 'from 3'), 'Pass@4': ('0.5', 'from 0.5')}
 
 
-def test_a_card_of_failures_is_their_sum(tmp_path):
-  rows = [('train', step, {'reward': 0.0, 'failed_groups': failed}) for step, failed in enumerate((0, 2, 3, 0), 1)]
+def test_card_of_failures_shows_their_sum(tmp_path):
+  rows = [('train', step, {'reward': 0.0, 'failed_groups': count}) for step, count in enumerate((0, 2, 3, 0), 1)]
   write_rows(tmp_path, *rows)
   cards, _, _ = read_parts(tmp_path)
   assert cards['Groups whose reward failed'] == ('5', '')
@@ -436,31 +444,31 @@ def test_cards_and_open_curves_are_those_of_the_method(tmp_path, algorithm, want
   write_rows(tmp_path, ('train', 1, {key: 1.0 + i for i, key in enumerate(keys)}))
   (tmp_path / 'config.json').write_text(json.dumps({'algorithm': 'sft', 'grpo': {'algorithm': algorithm}}))
   cards, charts, folded = read_parts(tmp_path)
-  assert list(cards) == list(map(titles.title, wanted.split()))
+  assert list(cards) == list(map(display.title, wanted.split()))
   assert charts == wanted.split() and folded == [key for key in keys if key not in charts]
 
 
-def test_every_method_has_its_curves():
-  methods = curves._CURVES['methods']
+def test_every_method_has_a_list_of_known_curves():
+  methods = display._CURVES['methods']
   assert sorted(' '.join(methods).split()) == sorted(algorithms.ALGORITHMS)
-  exact, _ = titles._known()
+  exact, _ = display._known()
   known = {*exact, 'rewards/*/mean'}
-  assert not {key for keys in (curves.HEADLINES, *methods.values()) for key in keys} - known
+  assert not {key for keys in (display.HEADLINES, *methods.values()) for key in keys} - known
 
 
-def test_the_report_in_a_browser(tmp_path):
-  """A browser reads the markup as it is written: it moves, drops and adds no element, whatever texts say."""
+def test_browser_renders_report_as_written_with_hostile_texts(tmp_path):
+  """The browser moves, drops and adds no element, whatever the texts contain."""
   make_run(tmp_path, stages=('grpo',), steps=4)
   (tmp_path / 'samples/grpo').mkdir(parents=True)
   sample = {'prompt': HOSTILE, 'completion': '</div></section><script>document.title = "gone"</script>', 'reward': 1.0}
   (tmp_path / 'samples/grpo/4.jsonl').write_text(json.dumps(sample) + '\n')
   path = report.write_report(tmp_path)
-  written, seen = Page(path.read_text('utf-8')), Page(browser.rendered(path.as_uri(), tmp_path / 'profile'))
-  assert [tag for tag in seen.tags if tag != 'tbody'] == written.tags and seen.tags.count('figure') > 3
-  assert tmp_path.name in seen.text and 'Time of a step: 4 s' in seen.text and 'document.title = "gone"' in seen.text
+  written, dom = Page(path.read_text('utf-8')), Page(browser.rendered(path.as_uri(), tmp_path / 'profile'))
+  assert [tag for tag in dom.tags if tag != 'tbody'] == written.tags and dom.tags.count('figure') > 3
+  assert tmp_path.name in dom.text and 'Time of a step: 4 s' in dom.text and 'document.title = "gone"' in dom.text
 
 
-def test_the_page_is_made_in_any_locale_and_without_jax(tmp_path):
+def test_report_is_written_in_any_locale_and_without_jax(tmp_path):
   make_run(tmp_path, steps=2)
   code = (
     'import sys\n'
@@ -473,14 +481,14 @@ def test_the_page_is_made_in_any_locale_and_without_jax(tmp_path):
   assert 'sft → grpo' in (tmp_path / 'report.html').read_text('utf-8')
 
 
-def test_a_wheel_has_the_files_of_the_page():
+def test_wheel_includes_style_and_template_of_the_page():
   folder = pathlib.Path(report.__file__).parent
   setup = (folder.parents[1] / 'setup.py').read_text()
   files = [path.name for path in folder.iterdir() if path.suffix in ('.css', '.jinja')]
   assert len(files) == 2 and all(f"'monitor/{name}'" in setup for name in files)
 
 
-def test_terminal_summary(tmp_path):
+def test_terminal_summary_has_figures_and_curves(tmp_path):
   make_run(tmp_path)
   report.write_report(tmp_path)
   out = io.StringIO()
@@ -499,9 +507,9 @@ def test_terminal_summary(tmp_path):
   assert 'Reward over time' not in text and 'Loss over time' in text
 
 
-def test_where_it_ran_and_what_it_changed(tmp_path):
+def test_page_shows_versions_devices_and_changed_fields(tmp_path):
   make_run(tmp_path, stages=('grpo',), steps=4)
-  fact = {
+  start = {
     'time': '2026-01-02T03:04:05+00:00',
     'versions': {'jaxpost': '9.9.9'},
     'commit': 'abc123-dirty',
@@ -513,13 +521,13 @@ def test_where_it_ran_and_what_it_changed(tmp_path):
     'seed': 5,
     'changes': {'grpo': {'optim.lr': 0.125}},
   }
-  (tmp_path / 'starts.jsonl').write_text(json.dumps(fact) + '\n' + json.dumps(fact) + '\n')
+  (tmp_path / 'starts.jsonl').write_text(json.dumps(start) + '\n' + json.dumps(start) + '\n')
   page = read_page(tmp_path)
   for text in ('jaxpost 9.9.9', 'abc123-dirty', '8 x TPU v5p', '--config=<b>.py', 'optim.lr', '0.125', 'starts'):
     assert text in page.text, text
 
 
-def test_expected_answers_and_percentiles(tmp_path):
+def test_page_shows_expected_answers_and_percentiles_of_samples(tmp_path):
   make_run(tmp_path, stages=('grpo',), steps=4)
   folder = tmp_path / 'samples/grpo'
   folder.mkdir(parents=True)
@@ -537,11 +545,12 @@ def test_expected_answers_and_percentiles(tmp_path):
 def test_six_cards_come_first(tmp_path):
   make_run(tmp_path, stages=('grpo',), steps=12)
   report.summary(tmp_path, {**report.figures(rows_of(tmp_path)), **{f'extra{n}/grpo': n + 1.0 for n in range(9)}})
-  text = (tmp_path / 'report.html').read_text() if read_page(tmp_path) else ''
+  read_page(tmp_path)
+  text = (tmp_path / 'report.html').read_text()
   assert text.split('More figures')[0].split('<h2>grpo</h2>')[1].count('<div class="box"><small title=') == 6
 
 
-def test_turns_are_marked(tmp_path):
+def test_turns_and_tool_calls_are_marked(tmp_path):
   make_run(tmp_path, stages=('grpo',), steps=4)
   turns = [
     {'role': 'assistant', 'content': 'I look.', 'tool_calls': [{'function': {'name': 'look', 'arguments': {'at': 3}}}]},
@@ -557,12 +566,12 @@ def test_turns_are_marked(tmp_path):
   assert text.count('<div class="turn mine">') == 2 and text.count('<div class="turn ">') == 1
   assert '<b>tool look</b><pre>a &lt;b&gt;chest' in text
   assert re.search(r'<pre class="call">look\({.*at.*3}\)</pre>', text)
-  assert 'I look.Found it.' not in text  # each once, in its turn
+  assert 'I look.Found it.' not in text  # each text is shown once, in its turn
 
 
-def test_what_the_command_line_changed(tmp_path):
+def test_page_shows_fields_changed_on_the_command_line(tmp_path):
   make_run(tmp_path, stages=('sft',), steps=4)
-  words = [
+  arguments = [
     'x.py',
     '--config=configs/a.py:lora=16',
     '--config.optim.lr=0.5',
@@ -570,18 +579,18 @@ def test_what_the_command_line_changed(tmp_path):
     '--config.seed',
     '7',
   ]
-  (tmp_path / 'starts.jsonl').write_text(json.dumps({'command': [*words, '--workdir=w']}) + '\n')
+  (tmp_path / 'starts.jsonl').write_text(json.dumps({'command': [*arguments, '--workdir=w']}) + '\n')
   page = read_page(tmp_path)
   assert 'Changed from configs/a.py:lora=16 on the command line' in page.text
-  found = dict(re.findall('<code>(.*?)</code></th><td>(.*?)</td>', (tmp_path / 'report.html').read_text()))
-  assert found == {'optim.lr': '0.5', 'save.export': 'False', 'seed': '7'}
+  changes = dict(re.findall('<code>(.*?)</code></th><td>(.*?)</td>', (tmp_path / 'report.html').read_text()))
+  assert changes == {'optim.lr': '0.5', 'save.export': 'False', 'seed': '7'}
 
 
-def documented():
-  """An example of each key in docs/metrics.md."""
-  page = (CLONE / 'docs/metrics.md').read_text('utf-8')
-  for row in re.findall(r'^\| (`.+?) \|', page, re.M):
-    for key in re.findall('`(.+?)`', row):
+def documented_keys():
+  """Yields an example of each key in docs/metrics.md."""
+  text = (CLONE / 'docs/metrics.md').read_text('utf-8')
+  for cell in re.findall(r'^\| (`.+?) \|', text, re.M):
+    for key in re.findall('`(.+?)`', cell):
       for place, value in {
         'NAME': 'my_fn',
         'ROLE': 'policy',
@@ -595,28 +604,28 @@ def documented():
 
 
 def test_every_metric_has_a_title():
-  exact, patterns = titles._known()
-  for key in documented():
+  exact, patterns = display._known()
+  for key in documented_keys():
     known = key in exact or any(p.fullmatch(key) for p, *_ in patterns)
     assert known or key.endswith('/unfiltered'), f'{key}: give it a title in jaxpost/monitor/titles.toml'
-    title = titles.title(key)
+    title = display.title(key)
     assert not re.search('[_/]', title) and title[0].isupper() and len(title) <= 48, title
 
 
-def test_titles_with_names():
-  assert titles.title('pass@8/exact_match') == 'Pass@8 by exact match'
-  assert titles.title('eval_rewards/my_fn/mean') == 'Reward my fn, held out'
-  assert titles.title('data/3/documents') == 'Documents from source 3'
-  assert titles.title('of_mine/x_y') == 'Of mine, x y'
+def test_titles_contain_names_of_rewards_and_sources():
+  assert display.title('pass@8/exact_match') == 'Pass@8 by exact match'
+  assert display.title('eval_rewards/my_fn/mean') == 'Reward my fn, held out'
+  assert display.title('data/3/documents') == 'Documents from source 3'
+  assert display.title('of_mine/x_y') == 'Of mine, x y'
 
 
-def test_the_command_writes_it_for_a_run_that_goes_on(tmp_path):
+def test_report_command_works_for_an_unfinished_run(tmp_path):
   make_run(tmp_path / 'run')
   (tmp_path / 'run/summary.json').unlink(missing_ok=True)
-  call = [sys.executable, '-m', 'launch.report', '--run=~/run']
-  home = os.environ | {'HOME': str(tmp_path)}
-  done = subprocess.run(call, cwd=CLONE, text=True, capture_output=True, timeout=100, env=home)
-  assert done.returncode == 0, done.stderr
-  assert 'grpo' in pathlib.Path(done.stdout.strip()).read_text('utf-8')
-  done = subprocess.run([*call[:-1], f'--run={tmp_path}'], cwd=CLONE, text=True, capture_output=True, timeout=100)
-  assert done.returncode == 2 and 'has no rows in metrics.jsonl' in done.stderr
+  command = [sys.executable, '-m', 'launch.report', '--run=~/run']
+  environment = os.environ | {'HOME': str(tmp_path)}
+  result = subprocess.run(command, cwd=CLONE, text=True, capture_output=True, timeout=100, env=environment)
+  assert result.returncode == 0, result.stderr
+  assert 'grpo' in pathlib.Path(result.stdout.strip()).read_text('utf-8')
+  result = subprocess.run([*command[:-1], f'--run={tmp_path}'], cwd=CLONE, text=True, capture_output=True, timeout=100)
+  assert result.returncode == 2 and 'has no rows in metrics.jsonl' in result.stderr

@@ -1,7 +1,4 @@
-"""A sample of a run again, and a run on the rollouts of another.
-
-Legend: N sequences, C completion tokens.
-"""
+"""`launch.reproduce` draws a sample of a run again; `train_on_rollouts` trains on the rollouts of another run."""
 
 import json
 import shutil
@@ -51,61 +48,61 @@ def run(config, tmp_path_factory):
   return folder
 
 
-def kept(run, step):
+def stored_samples(run, step):
   rows = (run / f'samples/grpo/{step}.jsonl').read_text().splitlines()
   return [json.loads(row) for row in rows]
 
 
 @pytest.mark.parametrize('step, row', [(1, 0), (2, 7), (4, 15)])
 def test_a_sample_is_drawn_again(run, step, row):
-  """From the start, past a checkpoint, and right after one."""
-  found = reproduce.reproduce(run, step, row)
-  assert found['identical'] is True
-  theirs, arrays = rollout_files.load(run / f'rollouts/grpo/{step}.npz')
-  length = theirs.lengths[row]
-  assert found['ids'] == theirs.completions[row, :length].tolist()
-  assert found['logprobs'] == [float(x) for x in theirs.logprobs[row, :length]]
-  shown = kept(run, step)[row]
-  assert found['reward'] == shown['reward'] == arrays['rewards'][row]
-  assert found['components'] == shown['components'] == {'low': shown['reward']}
-  assert found['advantage'] == pytest.approx(arrays['credit/advantages'][row, 0])
-  assert len(found['texts']) == len(found['trained']) == length
-  assert found['version'] == 2 * (step - 1)
+  """The steps before it are repeated: from the start of the run, or for step 4 from the checkpoint of step 2."""
+  sample = reproduce.reproduce(run, step, row)
+  assert sample['identical'] is True
+  original, arrays = rollout_files.load(run / f'rollouts/grpo/{step}.npz')
+  length = original.lengths[row]
+  assert sample['ids'] == original.completions[row, :length].tolist()
+  assert sample['logprobs'] == [float(x) for x in original.logprobs[row, :length]]
+  stored = stored_samples(run, step)[row]
+  assert sample['reward'] == stored['reward'] == arrays['rewards'][row]
+  assert sample['components'] == stored['components'] == {'low': stored['reward']}
+  assert sample['advantage'] == pytest.approx(arrays['credit/advantages'][row, 0])
+  assert len(sample['texts']) == len(sample['trained']) == length
+  assert sample['version'] == 2 * (step - 1)
 
 
-def test_the_viewer_has_every_color_of_a_run_that_scores(run):
+def test_viewer_has_all_token_values_of_a_run_with_reference(run):
   viewer = rollout_view.Viewer(run)
-  found = viewer.episode(viewer.index.find(rollout_index.Query(step=4))[5])
-  tokens = found['tokens']
-  assert not found['missing'] and {*rollout_view.SAVED_BY} < {*tokens}
+  episode = viewer.episode(viewer.index.find(rollout_index.Query(step=4))[5])
+  tokens = episode['tokens']
+  assert not episode['missing'] and {*rollout_view.SAVED_BY} < {*tokens}
   assert 0 < min(tokens['entropy']) and max(tokens['entropy']) <= np.log(512)
-  assert min(tokens['kl']) >= 0 and max(tokens['kl']) > 0  # three updates away from the reference
+  assert min(tokens['kl']) >= 0 and max(tokens['kl']) > 0  # three steps away from the reference
   assert tokens['ratio'] == pytest.approx([1] * len(tokens['text']), rel=1e-3)  # on policy
 
 
-def test_losses_of_the_samples_add_up(run):
-  """The losses of the samples of an update add up to its loss, weighted by size."""
-  found = [reproduce.reproduce(run, 1, row) for row in range(16)]
+def test_losses_of_samples_add_up_to_loss_of_their_update(run):
+  """A step has two updates of eight samples each."""
   by_update = {}
-  for one in found:
-    by_update.setdefault(round(one['loss_of_update'], 9), []).append(one)
+  for row in range(16):
+    sample = reproduce.reproduce(run, 1, row)
+    by_update.setdefault(round(sample['loss_of_update'], 9), []).append(sample)
   assert [len(x) for x in by_update.values()] == [8, 8]
-  for total, ones in by_update.items():
-    assert sum(x['loss'] for x in ones) == pytest.approx(total, abs=1e-6)
-    assert sum(x['loss_share'] for x in ones) == pytest.approx(1, abs=1e-3)
+  for total, samples in by_update.items():
+    assert sum(x['loss'] for x in samples) == pytest.approx(total, abs=1e-6)
+    assert sum(x['loss_share'] for x in samples) == pytest.approx(1, abs=1e-3)
 
 
-def test_their_sum_is_the_loss_of_the_run(config, tmp_path):
+def test_losses_of_samples_add_up_to_loss_of_the_step(config, tmp_path):
   """The step has one update; a second one would use the parameters after the first."""
-  one = tiny.merged(config, dict(rl=dict(minibatches=1), train=dict(steps=2), rollout=dict(prompts=2)))
-  jaxpost.run(one, tmp_path / 'run')
+  one_update = tiny.merged(config, dict(rl=dict(minibatches=1), train=dict(steps=2), rollout=dict(prompts=2)))
+  jaxpost.run(one_update, tmp_path / 'run')
   row = [r for r in metrics.read_rows(tmp_path / 'run/metrics.jsonl') if r['step'] == 2][0]
-  found = [reproduce.reproduce(tmp_path / 'run', 2, n) for n in range(len(kept(tmp_path / 'run', 2)))]
+  samples = [reproduce.reproduce(tmp_path / 'run', 2, n) for n in range(len(stored_samples(tmp_path / 'run', 2)))]
   assert abs(row['loss']) > 1e-4
-  assert sum(x['loss'] for x in found) == pytest.approx(row['loss'], abs=1e-6)
+  assert sum(x['loss'] for x in samples) == pytest.approx(row['loss'], abs=1e-6)
 
 
-def test_what_differs_is_told(run, tmp_path):
+def test_sample_that_differs_or_is_missing_is_not_identical(run, tmp_path):
   copy = tmp_path / 'run'
   shutil.copytree(run, copy)
   path = copy / 'rollouts/grpo/2.npz'
@@ -116,28 +113,28 @@ def test_what_differs_is_told(run, tmp_path):
   path.write_bytes(rollout_files._sealed(path.read_bytes()))
   assert reproduce.reproduce(copy, 2, 3)['identical'] is False
   shutil.rmtree(copy / 'rollouts')
-  (copy / 'checkpoints/grpo/2/meta/metadata').write_text('{}')  # damaged: the steps before 3 are made from the start
-  assert reproduce.reproduce(copy, 3, 3)['identical'] is True  # of samples/
+  (copy / 'checkpoints/grpo/2/meta/metadata').write_text('{}')  # damaged: the run is repeated from its start
+  assert reproduce.reproduce(copy, 3, 3)['identical'] is True  # compared with samples/, as rollouts/ is gone
   (copy / 'samples/grpo/2.jsonl').unlink()
   before = sorted(copy.rglob('*'))
   assert reproduce.reproduce(copy, 2, 3)['identical'] is None
   assert sorted(copy.rglob('*')) == before
 
 
-def test_the_command(run):
-  out = subprocess.run(
+def test_reproduce_command_prints_sample_and_loss(run):
+  done = subprocess.run(
     [sys.executable, '-m', 'launch.reproduce', f'--run={run}', '--step=3', '--row=1'], capture_output=True, text=True
   )
-  assert out.returncode == 0, out.stderr
-  assert 'identical to the sample that the run has kept' in out.stderr
+  assert done.returncode == 0, done.stderr
+  assert 'identical to the sample that the run has kept' in done.stderr
   for word in ('log-prob', "components: {'low'", 'loss_share', 'advantage'):
-    assert word in out.stdout
+    assert word in done.stdout
 
 
 @pytest.mark.parametrize(
   'step, row, words', [(9, 0, 'none of the 4 steps'), (1, 16, 'none of the 16 samples'), (1, -1, '--row')]
 )
-def test_what_is_not_there_is_refused(run, step, row, words):
+def test_step_or_row_out_of_range_is_refused(run, step, row, words):
   with pytest.raises(InputError, match=words):
     reproduce.reproduce(run, step, row)
 
@@ -145,7 +142,8 @@ def test_what_is_not_there_is_refused(run, step, row, words):
 # ------------------------------------------------------- training on rollouts
 
 
-def losses(run):
+def comparable_metrics(run):
+  """The metrics without those of sampling, which a run on stored rollouts does not do, and without single rewards."""
   return [
     {
       k: v
@@ -157,28 +155,28 @@ def losses(run):
 
 
 @pytest.mark.parametrize('regrade', [True, False])
-def test_a_run_on_saved_rollouts_is_that_run(config, run, tmp_path, regrade):
-  """This holds for rewards that are computed again and for those that were saved."""
+def test_run_on_stored_rollouts_equals_their_run(config, run, tmp_path, regrade):
+  """With rewards that are computed again, and with the stored ones."""
   again = tiny.merged(config, dict(train_on_rollouts=str(run)))
   if not regrade:
     again['reward'] = ''
   jaxpost.run(again, tmp_path)
-  mine, its = losses(tmp_path), losses(run)
+  rows, original = comparable_metrics(tmp_path), comparable_metrics(run)
   keys = {'loss', 'reward', 'kl', 'grad_norm', 'completions/mean_length'}
-  assert keys <= mine[0].keys() & its[0].keys()
-  for a, b in zip(mine, its, strict=True):
-    assert all(a[k] == b[k] for k in keys)
+  assert keys <= rows[0].keys() & original[0].keys()
+  for row, original_row in zip(rows, original, strict=True):
+    assert all(row[k] == original_row[k] for k in keys)
   for row in metrics.read_rows(tmp_path / 'metrics.jsonl'):
     assert row['reshard_bytes'] == 0
 
 
-def test_another_learning_rate_on_the_same_rollouts(config, run, tmp_path):
+def test_stored_rollouts_can_be_trained_with_another_learning_rate(config, run, tmp_path):
   again = tiny.merged(config, dict(train_on_rollouts=str(run), optim=dict(lr=1e-3)))
   jaxpost.run(again, tmp_path)
-  mine, its = losses(tmp_path), losses(run)
-  assert mine[0]['reward'] == its[0]['reward']
-  assert mine[-1]['reward'] == its[-1]['reward']
-  assert mine[-1]['kl'] != its[-1]['kl']
+  rows, original = comparable_metrics(tmp_path), comparable_metrics(run)
+  assert rows[0]['reward'] == original[0]['reward']
+  assert rows[-1]['reward'] == original[-1]['reward']
+  assert rows[-1]['kl'] != original[-1]['kl']
 
 
 @pytest.mark.parametrize(
@@ -199,11 +197,11 @@ def test_rollouts_that_do_not_fit_are_refused(config, run, tmp_path, over, words
     again['train_on_rollouts'] = str(tmp_path / 'from')
   with pytest.raises(InputError, match=words):
     jaxpost.run(again, tmp_path / 'run')
-  if 'npz' in words:  # not after the steps that are there
+  if 'npz' in words:  # refused before the first step, although its rollout exists
     assert not (tmp_path / 'run').exists()
 
 
-def test_a_file_that_is_no_rollout(tmp_path):
+def test_file_that_is_no_rollout_is_refused(tmp_path):
   path = tmp_path / '1.npz'
   path.write_bytes(b'PK nothing')
   with pytest.raises(InputError, match=r'1\.npz: not a rollout'):

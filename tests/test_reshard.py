@@ -1,4 +1,4 @@
-"""The trainer's parameters as the sampler's weights, in groups."""
+"""`programs.reshard.Reshard`: parameters of the trainer become weights of the sampler, a group of layers at a time."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ import tiny
 
 from jaxpost.distributed import transfer
 from jaxpost.models import model as model_lib
-from jaxpost.models import parameters, partition
+from jaxpost.models import parameters
 from jaxpost.programs.compile import Ledger
 from jaxpost.programs.reshard import Reshard, group_of
 
@@ -26,17 +26,18 @@ def make(kind):
   fields = dict(num_layers=6)
   if kind == 'lora':
     fields['lora'] = (2, 4.0, False, 'q|v|down')
-    return partition.build(tiny.config(**fields))
+    return model_lib.build(tiny.config(**fields))
   return model_lib.build(tiny.config(**fields))
 
 
 def params_of(model, dtype=jnp.float32):
-  made = jax.jit(model.init)(jax.random.key(3))
-  if parameters.ADAPTER_ROOT in made:
-    made[parameters.ADAPTER_ROOT] = jax.tree.map(
-      lambda x: x + 0.1 * jax.random.normal(jax.random.key(4), x.shape), made[parameters.ADAPTER_ROOT]
+  """Random parameters; adapters are changed by noise, as they are initialized to have no effect."""
+  params = jax.jit(model.init)(jax.random.key(3))
+  if parameters.ADAPTER_ROOT in params:
+    params[parameters.ADAPTER_ROOT] = jax.tree.map(
+      lambda x: x + 0.1 * jax.random.normal(jax.random.key(4), x.shape), params[parameters.ADAPTER_ROOT]
     )
-  return transfer.move(tiny.one_device(), jax.tree.map(lambda x: x.astype(dtype), made))
+  return transfer.move(tiny.one_device(), jax.tree.map(lambda x: x.astype(dtype), params))
 
 
 def pointers(tree):
@@ -46,26 +47,26 @@ def pointers(tree):
 @pytest.mark.parametrize('kind', ['plain', 'lora'])
 @pytest.mark.parametrize('compute', [tiny.EXACT, BFLOAT16], ids=lambda c: c.dtype)
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
-def test_groups_change_nothing(kind, compute, dtype):
+def test_weights_do_not_depend_on_the_group_size(kind, compute, dtype):
   model, ledger = make(kind), Ledger()
   params, layout = params_of(model, dtype), tiny.one_device('rollout')
   whole = Reshard(model, layout, compute, ledger)
   assert whole.group == 6
-  each = sum(x.nbytes for x in jax.tree.leaves(whole(params)['layers'])) // 6
-  few = Reshard(model, layout, compute, ledger, most=5 * each)
-  assert few.group == 3  # 5 do not divide 6
-  one = Reshard(model, layout, compute, ledger, most=1)
-  assert one.group == 1
+  layer_bytes = sum(x.nbytes for x in jax.tree.leaves(whole(params)['layers'])) // 6
+  by_three = Reshard(model, layout, compute, ledger, most=5 * layer_bytes)
+  assert by_three.group == 3  # 5 layers would fit, but do not divide 6
+  by_one = Reshard(model, layout, compute, ledger, most=1)
+  assert by_one.group == 1
   ledger.rows.clear()
-  for some in few, one:
-    a, b = whole(params), some(params)
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(np.testing.assert_array_equal, a, b)
-    shapes = some.outputs(params)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(lambda x: (x.shape, x.dtype), b)
-  # The layers take one program, whatever their number; its bytes are bounded.
-  rows = [r for r in ledger.rows if r['program'] == 'reshard' and r['output_bytes'] >= each]
-  assert [r['output_bytes'] <= 5 * each + 64 for r in rows] == [True] * len(rows) and len(ledger.rows) <= 4
+  for grouped in by_three, by_one:
+    expected, actual = whole(params), grouped(params)
+    assert jax.tree.structure(expected) == jax.tree.structure(actual)
+    jax.tree.map(np.testing.assert_array_equal, expected, actual)
+    shapes = grouped.outputs(params)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(lambda x: (x.shape, x.dtype), actual)
+  # All groups share one program, and its output is bounded.
+  rows = [r for r in ledger.rows if r['program'] == 'reshard' and r['output_bytes'] >= layer_bytes]
+  assert [r['output_bytes'] <= 5 * layer_bytes + 64 for r in rows] == [True] * len(rows) and len(ledger.rows) <= 4
 
 
 @pytest.mark.parametrize(
@@ -76,14 +77,14 @@ def test_groups_change_nothing(kind, compute, dtype):
     (BFLOAT16, jnp.bfloat16, {'embed', 'head', 'norm'}),
   ],
 )
-def test_what_needs_no_copy_is_not_copied(compute, dtype, shared):
-  """By their buffers; a base that adapters are trained on among them."""
+def test_weights_that_need_no_conversion_share_buffers_of_parameters(compute, dtype, shared):
+  """`shared` has the weights outside of the layers that need neither a cast nor a copy."""
   model = make('lora')
   params = params_of(model, dtype)
   weights = Reshard(model, tiny.one_device('rollout'), compute, Ledger())(params)
-  theirs = pointers(params)
-  assert {k for k, x in weights.items() if k != 'layers' and pointers(x) <= theirs} == shared
-  assert not pointers(weights['layers']) & theirs
+  param_buffers = pointers(params)
+  assert {k for k, x in weights.items() if k != 'layers' and pointers(x) <= param_buffers} == shared
+  assert not pointers(weights['layers']) & param_buffers
 
 
 def test_groups_divide_the_layers():
@@ -116,8 +117,8 @@ print(json.dumps(dict(
 """
 
 
-def test_weights_are_of_one_mesh_those_that_are_shared_too():
-  """Kernels with partitioning rules of their own require it; nothing else is copied."""
+def test_all_weights_have_the_rollout_mesh_and_shared_ones_no_copy():
+  """Kernels with partitioning rules of their own require one mesh, also of the weights that share buffers."""
   done = subprocess.run(
     [sys.executable, '-c', MESHES],
     capture_output=True,
@@ -126,6 +127,6 @@ def test_weights_are_of_one_mesh_those_that_are_shared_too():
     env=children.environment(devices=8),
   )
   assert done.returncode == 0, done.stderr[-3000:]
-  found = json.loads(done.stdout.splitlines()[-1])
-  assert len(found['meshes']) == 1 and "'data': 8" in found['meshes'][0]
-  assert found['shared'] and found['right']
+  report = json.loads(done.stdout.splitlines()[-1])
+  assert len(report['meshes']) == 1 and "'data': 8" in report['meshes'][0]
+  assert report['shared'] and report['right']

@@ -1,4 +1,4 @@
-"""Formats, patterns, schemas, lengths and repetition."""
+"""Built-in rewards of format, regular expressions, JSON schemas, length and repetition; some equal those of TRL."""
 
 import functools
 import http.server
@@ -24,8 +24,8 @@ def chat(text):
   return [{'role': 'assistant', 'content': text}]
 
 
-def both(reward, text, **columns):
-  """The reward of a text, which is that of a message with this text."""
+def grade(reward, text, **columns):
+  """The reward of a text; asserts that a message with this text has the same."""
   columns = {k: [v] for k, v in columns.items()}
   (plain,) = reward(completions=[text], **columns)
   (message,) = reward(completions=[chat(text)], **columns)
@@ -48,11 +48,11 @@ def both(reward, text, **columns):
   ],
 )
 def test_think_format(text, reward):
-  assert both(forms.think_format, text) == reward
+  assert grade(forms.think_format, text) == reward
 
 
-def test_think_format_as_trl():
-  """think_format_reward, for texts of these kinds."""
+def test_think_format_equals_trl():
+  """The expected rewards are those of TRL's think_format_reward."""
   texts = [
     '<think>\nThis is my reasoning.\n</think>\nThis is my answer.',
     '<think>a</think>',
@@ -78,14 +78,14 @@ def test_think_format_as_trl():
   ],
 )
 def test_tag_format(text, reward):
-  assert both(forms.TagFormat(), text) == reward
+  assert grade(forms.TagFormat(), text) == reward
 
 
 def test_tag_format_of_other_tags():
   reward = forms.TagFormat('plan+do+check')
-  assert both(reward, '<plan></plan><do>x</do><check></check>') == 1
-  assert both(reward, '<plan></plan><check></check><do>x</do>') == 0
-  assert both(forms.TagFormat('a.b'), '<axb></axb>') == 0
+  assert grade(reward, '<plan></plan><do>x</do><check></check>') == 1
+  assert grade(reward, '<plan></plan><check></check><do>x</do>') == 0
+  assert grade(forms.TagFormat('a.b'), '<axb></axb>') == 0
 
 
 def test_regex_match():
@@ -95,10 +95,10 @@ def test_regex_match():
   assert column(['a', 'a', 'a'], ['(', None, 'a']) == [None, None, 1]
   option = forms.RegexMatch(pattern='^\u00e4+')
   assert option.needs_columns == ()
-  assert both(option, '\u00e4b') == 1 and both(option, 'b\u00e4') == 0
+  assert grade(option, '\u00e4b') == 1 and grade(option, 'b\u00e4') == 0
   full = forms.RegexMatch(pattern='a+', full=True)
-  assert [both(full, t) for t in ('aa', 'aab', '')] == [1, 0, 0]
-  # The option, not the row, decides.
+  assert [grade(full, t) for t in ('aa', 'aab', '')] == [1, 0, 0]
+  # The option overrides the column.
   assert option(['\u00e4'], pattern=['x']) == [1]
 
 
@@ -133,19 +133,19 @@ def jsonschema():
 def test_json_schema(text, reward, tmp_path):
   path = tmp_path / 'schema.json'
   path.write_text(json.dumps(SCHEMA))
-  assert both(forms.JsonSchema(str(path)), text) == reward
+  assert grade(forms.JsonSchema(str(path)), text) == reward
   column = forms.JsonSchema()
   assert column.needs_columns == ('schema',)
-  assert both(column, text, schema=SCHEMA) == reward
-  assert both(column, text, schema=json.dumps(SCHEMA)) == reward
+  assert grade(column, text, schema=SCHEMA) == reward
+  assert grade(column, text, schema=json.dumps(SCHEMA)) == reward
 
 
 @pytest.mark.usefixtures('jsonschema')
-def test_json_schema_that_is_none(tmp_path):
+def test_invalid_json_schema_in_row_gives_none_and_in_file_is_refused(tmp_path):
   reward = forms.JsonSchema()
   for schema in (None, 3, '{', {'type': 'thing'}, ['a'], ''):
-    assert both(reward, '{}', schema=schema) is None
-  assert both(reward, '{}', schema=True) == 1
+    assert grade(reward, '{}', schema=schema) is None
+  assert grade(reward, '{}', schema=True) == 1
   path = tmp_path / 'schema.json'
   for text in ('{', '{"type": 3}', '3'):
     path.write_text(text)
@@ -173,7 +173,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
     pass
 
 
-def test_json_schema_that_is_not_installed(monkeypatch):
+def test_json_schema_without_jsonschema_package_is_refused(monkeypatch):
   monkeypatch.setitem(sys.modules, 'jsonschema', None)
   with pytest.raises(InputError, match=r"'jsonschema', .*'.\[rewards\]'"):
     forms.JsonSchema()
@@ -183,21 +183,21 @@ def of_lengths(reward, *lengths):
   return reward(completion_ids=[[1] * n for n in lengths], answer=['x'])
 
 
-def test_overlong_as_trl():
-  """get_soft_overlong_punishment(100, 20)."""
+def test_overlong_equals_trl():
+  """The expected rewards are those of TRL's get_soft_overlong_punishment(100, 20)."""
   reward = length.Overlong(max=100, buffer=20)
   assert of_lengths(reward, 50, 80, 85, 90, 100, 101) == GOLDEN['trl/soft_overlong_max100_cache20']
   assert of_lengths(length.Overlong(100, 20, 0.5), 0, 90, 100, 900) == [0, -0.25, -0.5, -0.5]
   assert of_lengths(length.Overlong(100), 100, 101) == [0, -1]
 
 
-def test_length():
+def test_length_reward_falls_linearly_from_target():
   reward = length.Length(max=40, target=20)
   assert of_lengths(reward, 0, 5, 20, 30, 40, 99) == [0, 0.25, 1, 0.5, 0, 0]
   assert of_lengths(length.Length(max=40), 0, 10, 40) == [1, 0.75, 0]
 
 
-def test_repetition_as_trl():
+def test_repetition_equals_example_of_trl():
   """The example of TRL 1.10, get_repetition_penalty_reward(2, -1.0)."""
   reward = length.Repetition(ngram=2, penalty=-1.0)
   assert reward(completion_ids=[[1, 2, 3, 4], [5] * 5, [5], []]) == [0, -0.75, 0, 0]
@@ -205,18 +205,18 @@ def test_repetition_as_trl():
   assert triples(completion_ids=[[1, 2, 3, 1, 2, 3]]) == [-0.5]
 
 
-def test_cosine_length():
-  """Middle: the example of TRL 1.10, get_cosine_scaled_reward(100)."""
+def test_cosine_length_equals_example_of_trl():
+  """0.75 and -0.75 are the example of TRL 1.10, get_cosine_scaled_reward(100)."""
   reward = length.CosineLength(max=100, by='numeric_match')
   ids = [[1] * n for n in (0, 50, 100, 200)]
-  got = reward(['4', '4', chat('4'), '4'], ids, ['4'] * 4)
-  assert got == pytest.approx([1.0, 0.75, 0.5, 0.5])
-  got = reward(['5', '', chat('5'), '\u00e4'], ids, ['4'] * 4)
-  assert got == pytest.approx([-1.0, -0.75, -0.5, -0.5])
+  rewards = reward(['4', '4', chat('4'), '4'], ids, ['4'] * 4)
+  assert rewards == pytest.approx([1.0, 0.75, 0.5, 0.5])
+  rewards = reward(['5', '', chat('5'), '\u00e4'], ids, ['4'] * 4)
+  assert rewards == pytest.approx([-1.0, -0.75, -0.5, -0.5])
   assert reward(['4'], [[1]], ['none']) == [None]
 
 
-def test_in_a_pool_with_weights():
+def test_format_rewards_in_a_pool_with_weights():
   specs = (
     'exact_match',
     'overlong?max=4&buffer=2',

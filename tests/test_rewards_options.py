@@ -1,4 +1,4 @@
-"""Specs with options, TRL's and verl's functions, and the table of builtins."""
+"""Tests of options in reward specs, reward functions of TRL and verl, and the page's table of builtin rewards."""
 
 import logging
 import math
@@ -100,7 +100,7 @@ def file(tmp_path_factory):
 def group(*completions, **columns):
   size = len(completions)
   return Group(
-    ['p'] * size, list(completions), [[1] * len(c) for c in (completions)], {k: [v] * size for k, v in columns.items()}
+    ['p'] * size, list(completions), [[1] * len(c) for c in completions], {k: [v] * size for k, v in columns.items()}
   )
 
 
@@ -121,8 +121,8 @@ def graded(specs, *groups, step=None):
     ('Made?bonus=7', [7.0, 7.0]),
   ],
 )
-def test_options(file, spec, rewards):
-  """A column of an option's name does not replace it."""
+def test_options_are_parsed_and_passed_to_the_reward(file, spec, rewards):
+  """A column with the name of an option does not replace the option."""
   column = {'scale': 9} if 'scale=' in spec else {'size': 9, 'bonus': 9}
   (result,), _, names = graded(f'{file}:{spec}', group('a', 'bb', answer='a', **column))
   assert result.error is None
@@ -147,7 +147,7 @@ def test_options(file, spec, rewards):
     ('breaks?', r'raised KeyError: 1 at .*mine.py:\d+'),
   ],
 )
-def test_bad_options(file, spec, message):
+def test_bad_options_are_refused_with_one_line(file, spec, message):
   with RewardPool(f'{file}:{spec}') as pool:
     with pytest.raises(InputError, match=message) as caught:
       pool.check()
@@ -185,7 +185,7 @@ def test_unknown_builtin_lists_all():
   assert 'docs/rewards.md' in str(caught.value)
   for name in builtin.BUILTIN:
     assert name in str(caught.value)
-  # A comma ends a spec where config.reward is one text.
+  # Where config.reward is one string, a comma ends a spec.
   with pytest.raises(InputError, match='name.key=value&key=value, a comma as'):
     builtin.locate('max=400')
 
@@ -194,7 +194,7 @@ class Len:
   __name__ = 'len'
 
 
-def test_names_with_options():
+def test_short_names_leave_out_options_and_are_unique():
   names = builtin.short_names(
     (
       'regex_match?pattern=a',
@@ -217,7 +217,7 @@ def test_one_reward_twice_has_two_components(file):
   assert result.components == {'regex_match': [1, 1], 'regex_match_2': [1, 0]}
 
 
-def test_an_option_lets_its_secret_through(file, monkeypatch):
+def test_secret_named_by_an_option_reaches_the_worker(file, monkeypatch):
   monkeypatch.setenv('MY_API_KEY', 'secret')
   monkeypatch.setenv('OTHER_API_KEY', 'secret')
   spec = f'{file}:keyed?key_env=MY_API_KEY'
@@ -232,8 +232,8 @@ def test_an_option_lets_its_secret_through(file, monkeypatch):
       pool.check()
 
 
-def test_what_trl_passes(file):
-  """Also to async functions; metrics are means over all that was logged."""
+def test_trl_functions_get_trainer_state_and_loggers(file):
+  """They are also passed to async functions. Metrics are means over all logged values."""
   specs = f'{file}:trl_extras', f'{file}:trl_async'
   results, stats, _ = graded(specs, group('a', 'bbb', answer='x'), group('cc', answer='x'), step=7)
   assert [r.error for r in results] == [None, None]
@@ -252,7 +252,7 @@ def test_what_trl_passes(file):
     logging.disable(logging.NOTSET)
 
 
-def test_columns_of_these_names_are_refused(file):
+def test_columns_with_names_of_trl_arguments_are_refused(file):
   with RewardPool(f'{file}:trl_extras') as pool:
     with pytest.raises(InputError, match="called 'log_metric'"):
       pool.submit([group('a', answer='x', log_metric=1)])
@@ -262,7 +262,7 @@ def verl_group(*texts, source='plain', truth='4', **columns):
   return group(*texts, data_source=source, reward_model={'ground_truth': truth, 'style': 'rule'}, **columns)
 
 
-def test_verl(file):
+def test_verl_scores_dicts_and_errors_become_rewards(file):
   spec = f'verl:{file}:compute_score?bonus=0.5'
   chat = [{'role': 'assistant', 'content': '4'}]
   results, stats, names = graded(
@@ -287,37 +287,37 @@ def test_verl_async_scores_overlap(file):
   with RewardPool(f'verl:{file}:slow_score', timeout_s=2.0) as pool:
     pool.check(['data_source', 'reward_model'])
     (result,) = pool.grade([verl_group(*'45' * 8)])
-  assert result.rewards == [1.0, 0.0] * 8  # 4.8 s one after the other
+  assert result.rewards == [1.0, 0.0] * 8  # one after the other would take 4.8 s
 
 
-def test_verl_needs_its_columns(file):
+def test_verl_function_without_its_columns_is_refused(file):
   with RewardPool(f'verl:{file}:compute_score') as pool:
     with pytest.raises(InputError, match="the column 'data_source'"):
       pool.check(['answer'])
     (result,) = pool.grade([verl_group('4', extra_info={'index': 3})])
     assert result.error is None
-    odd = group('4', data_source='a', reward_model='4')
-    (result,) = pool.grade([odd])
+    wrong_type = group('4', data_source='a', reward_model='4')
+    (result,) = pool.grade([wrong_type])
   assert "'reward_model' must be {'ground_truth'" in result.error
 
 
-def test_the_page_lists_every_builtin_and_option():
-  """docs/rewards.md: | `name` | `option=default` ... | columns | meaning |."""
+def test_rewards_page_lists_every_builtin_and_option():
+  """The table of docs/rewards.md has rows | `name` | `option=default` ... | columns | meaning |."""
   text = (CLONE / 'docs/rewards.md').read_text('utf-8')
   rows = dict(re.findall(r'^\| `(\w+)` \|([^|]*)\|', text, re.M))
   assert set(rows) == set(builtin.BUILTIN)
   for name, (target, _) in builtin.BUILTIN.items():
     fn = options.load_callable(f'jaxpost.rewards.{target}', name)
-    known = options._parameters(fn) if isinstance(fn, type) else {}
-    told = dict(re.findall(r'`(\w+)=?([^`]*)`', rows[name]))
-    assert set(told) == set(known), name
-    for key, parameter in known.items():
+    parameters = options._parameters(fn) if isinstance(fn, type) else {}
+    listed = dict(re.findall(r'`(\w+)=?([^`]*)`', rows[name]))
+    assert set(listed) == set(parameters), name
+    for key, parameter in parameters.items():
       default = parameter.default
       if default in (parameter.empty, None, '') or key == 'score':
-        assert told[key] == '', (name, key)
+        assert listed[key] == '', (name, key)
       elif isinstance(default, bool):
-        assert told[key] == str(default).lower(), (name, key)
+        assert listed[key] == str(default).lower(), (name, key)
       elif isinstance(default, str):
-        assert told[key] == default, (name, key)
+        assert listed[key] == default, (name, key)
       else:
-        assert math.isclose(float(told[key]), default), (name, key)
+        assert math.isclose(float(listed[key]), default), (name, key)

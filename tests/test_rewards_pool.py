@@ -1,7 +1,7 @@
-"""Rewards that misbehave: each masks its group and nothing else.
+"""`RewardPool`: a reward function that raises, hangs, crashes or returns nonsense masks its group and nothing else.
 
-The functions are written to a file, as a user's would be. They look at the
-completion and behave for every text but 'bad'.
+The functions are written to a file, as a user's would be. Most of them misbehave only if the first completion of the
+group is 'bad'.
 """
 
 import datetime
@@ -224,7 +224,7 @@ def file(tmp_path_factory):
 
 @pytest.fixture
 def pool_of(file):
-  """Makes a pool of functions of the file, closed after the test."""
+  """Makes pools of functions of the file; all are closed after the test."""
   pools = []
 
   def make(*names, **settings):
@@ -237,6 +237,7 @@ def pool_of(file):
 
 
 def group(*completions, **columns):
+  """A group of completions whose rows all have the same values in `columns`."""
   size = len(completions)
   columns = {name: [value] * size for name, value in columns.items()}
   return Group(['p'] * size, list(completions), [[1]] * size, columns)
@@ -252,12 +253,14 @@ def alive(pid):
 
 
 def wait_dead(pids, seconds=5.0):
+  """The processes that still run after waiting for all of them to end."""
   deadline = time.monotonic() + seconds
   while any(map(alive, pids)) and time.monotonic() < deadline:
     time.sleep(0.02)
   return [pid for pid in pids if alive(pid)]
 
 
+# Function -> pattern of the error of its group.
 BAD = {
   'raises': 'raised ValueError: no such thing at .*mine.py:LINE',
   'raises_below': r'raised \w+: missing \), .* at .*mine.py:\d+',
@@ -314,36 +317,36 @@ def test_a_bad_reward_masks_its_group_only(pool_of, name):
     ('only_what_it_names', [1.0, 0.0]),
   ],
 )
-def test_odd_but_good(pool_of, name, rewards):
+def test_unusual_but_valid_return_values_are_accepted(pool_of, name, rewards):
   pool = pool_of(name, timeout_s=20.0)
   graded = pool.grade([group('bad', 'none', answer='bad')] * 2)
   assert [g.error for g in graded] == [None, None]
   assert [g.rewards for g in graded] == [rewards, rewards]
-  assert all(type(r) is float for r in rewards if r is not None)
+  assert all(type(r) is float for g in graded for r in g.rewards if r is not None)
   assert pool.stats['masked_rows'] == 2 * rewards.count(None)
 
 
-def test_children_of_a_call(pool_of, tmp_path, monkeypatch):
-  """The copy of a worker ends at once, what it spawned ends with it."""
-  seen = tmp_path / 'pids'
-  monkeypatch.setenv('PIDS', str(seen))
+def test_forked_and_spawned_children_of_a_call_are_ended(pool_of, tmp_path, monkeypatch):
+  """A forked copy of a worker ends at once; processes that a worker spawned end when it times out."""
+  pid_file = tmp_path / 'pids'
+  monkeypatch.setenv('PIDS', str(pid_file))
   pool = pool_of('forks_and_both_return', env_vars=('PIDS',))
   graded = pool.grade([group('bad')] * 2)
   assert [g.rewards for g in graded] == [[1.0], [1.0]]
-  pids = [int(pid) for pid in seen.read_text().split()]
+  pids = [int(pid) for pid in pid_file.read_text().split()]
   assert len(pids) == 2 and wait_dead(pids) == []
-  seen.unlink()
+  pid_file.unlink()
   assert pool_of('spawns', env_vars=('PIDS',)).grade([group('a'), group('bad')])[1].timed_out
-  pids = [int(pid) for pid in seen.read_text().split()]
+  pids = [int(pid) for pid in pid_file.read_text().split()]
   assert len(pids) == 4 and wait_dead(pids) == []
 
 
-def test_weights_and_none_components(pool_of):
+def test_weighted_sum_masks_rows_with_none_unless_all_are_none(pool_of):
   pool = pool_of('fine', 'none_for_some', weights=(0.5, -2.0))
-  some, every = pool.grade([group('a', 'none'), group('none', 'none')])
-  assert some.rewards == [0.5 * 1 - 2.0, None]  # not 2.0, as if its verdict had been 0
-  assert some.components == {'fine': [1, 4], 'none_for_some': [1, None]}
-  assert every.rewards == [0.5 * 4] * 2  # the function says nothing about this prompt
+  mixed, all_none = pool.grade([group('a', 'none'), group('none', 'none')])
+  assert mixed.rewards == [0.5 * 1 - 2.0, None]  # not 2.0, as if its verdict had been 0
+  assert mixed.components == {'fine': [1, 4], 'none_for_some': [1, None]}
+  assert all_none.rewards == [0.5 * 4] * 2  # None for a whole group: the function does not apply to this prompt
   assert pool.stats['masked_rows'] == 1
 
 
@@ -357,12 +360,12 @@ def test_results_come_in_order_and_overlap(pool_of):
   assert pool.grade([]) == []
 
 
-def test_a_function_cannot_change_what_others_see(pool_of):
+def test_function_cannot_change_arguments_of_other_functions(pool_of):
   pool = pool_of('changes_its_arguments', 'fine')
   assert pool.grade([group('a', 'bb')])[0].rewards == [1.5, 2.5]
 
 
-def test_a_hang_costs_the_others_nothing(pool_of):
+def test_hanging_group_does_not_delay_other_groups(pool_of):
   pool = pool_of('spins', workers=2)
   pool.check()
   start = time.monotonic()
@@ -371,14 +374,14 @@ def test_a_hang_costs_the_others_nothing(pool_of):
   assert time.monotonic() - start < 3
 
 
-def test_a_worker_that_died_between_groups_blames_none(pool_of):
+def test_worker_killed_between_groups_fails_no_group(pool_of):
   pool = pool_of('fine')
   pool.grade([group('a')])
   os.kill(pool._workers[0]._process.pid, signal.SIGKILL)
   assert pool.grade([group('a')])[0].error is None
 
 
-def test_conversational_and_builtin():
+def test_builtin_rewards_grade_messages_and_name_missing_columns():
   messages = [{'role': 'assistant', 'content': 'so #### 4'}]
   prompt = [{'role': 'user', 'content': '2+2?'}]
   with RewardPool(('gsm8k', 'think_format')) as pool:
@@ -389,7 +392,7 @@ def test_conversational_and_builtin():
       pool.check(('question',))
 
 
-def test_callables_of_this_process(caplog):
+def test_callables_run_in_this_process_with_a_warning(caplog):
   def local(completions, **columns):
     return [1.0 / (c != 'bad') for c in completions]
 
@@ -444,8 +447,8 @@ def test_a_connection_of_an_async_function_stays_open(tmp_path, monkeypatch):
       for texts in ('a', 'bcd'), ('e', 'fg'):
         (graded,) = pool.grade([group(*texts)])
         assert graded.error is None and graded.rewards == [len(text) for text in texts]
-      gone, graded = pool.grade([group('exit'), group('hi')])
-      assert 'raised SystemExit: 3' in gone.error and graded.rewards == [2.0]
+      exited, graded = pool.grade([group('exit'), group('hi')])
+      assert 'raised SystemExit: 3' in exited.error and graded.rewards == [2.0]
     server.shutdown()
 
 
@@ -510,12 +513,12 @@ def test_check_names_function_and_fault(file, tmp_path, spec, message):
     ({'rewards': 'gsm8k', 'max_failed': 1.5}, 'max_failed: 1.5'),
   ],
 )
-def test_bad_settings(settings, message):
+def test_invalid_settings_are_refused(settings, message):
   with pytest.raises(InputError, match=message):
     RewardPool(**settings)
 
 
-def test_columns_that_json_cannot_carry_are_named(pool_of):
+def test_columns_that_are_not_json_are_refused_by_name(pool_of):
   pool = pool_of('fine')
   with pytest.raises(InputError, match="column 'when': .*object"):
     pool.grade([group('a', ok=1, when=object())])
@@ -533,7 +536,7 @@ def test_a_missing_column_is_named(pool_of):
     pool.grade([group('a', question='q')])
 
 
-def test_the_working_directory_shadows_nothing(tmp_path, monkeypatch):
+def test_modules_in_working_directory_shadow_no_standard_modules(tmp_path, monkeypatch):
   for name in ('json', 'math', 'signal'):
     (tmp_path / f'{name}.py').write_text('raise ImportError')
   (tmp_path / 'my_rewards.py').write_text(FUNCTIONS)
@@ -543,7 +546,7 @@ def test_the_working_directory_shadows_nothing(tmp_path, monkeypatch):
     assert pool.grade([group('abc')])[0].rewards == [4.0]
 
 
-def test_secrets_stay_here(pool_of, monkeypatch):
+def test_secrets_in_environment_are_hidden_from_workers(pool_of, monkeypatch):
   names = 'A_TOKEN', 'my_secret', 'X_API_KEY', 'TOKENIZERS_PARALLELISM', 'HOME'
   for name in names:
     monkeypatch.setenv(name, 'x')
@@ -551,7 +554,7 @@ def test_secrets_stay_here(pool_of, monkeypatch):
   assert graded.rewards == [0, 0, 0, 1, 1]
 
 
-def test_what_is_printed_is_logged_up_to_a_limit(pool_of, caplog):
+def test_output_of_a_call_is_logged_up_to_a_limit(pool_of, caplog):
   with caplog.at_level(logging.INFO):
     pool_of('prints', timeout_s=20.0).grade([group('a')])
   (record,) = [r for r in caplog.records if 'printed' in r.message]
@@ -559,8 +562,8 @@ def test_what_is_printed_is_logged_up_to_a_limit(pool_of, caplog):
   assert len(record.message) < 3000
 
 
-def test_what_a_worker_prints_is_shown_up_to_a_limit(pool_of, capfd):
-  """Each line with its function, without codes for the terminal, and apart from the pipe of the replies."""
+def test_printed_lines_are_shown_with_function_up_to_a_limit(pool_of, capfd):
+  """Terminal escape codes are removed, and a printed line that looks like a reply is not taken for one."""
   reply = '{"values": [9.0], "logged": []}'
   pool = pool_of('talks', 'talks_too')
   assert pool.grade([group(f'one\n\x1b[31m{reply}')])[0].rewards == [1.0]
@@ -576,7 +579,7 @@ def test_what_a_worker_prints_is_shown_up_to_a_limit(pool_of, capfd):
   cut, line, other = capfd.readouterr().err.splitlines()
   assert 'bytes before this are not shown' in cut and len(line) < 500 and other == shown[1]
   pool = pool_of('talks', workers=2)
-  for text in 'abcdef':  # by the worker that printed first, whichever that is
+  for text in 'abcdef':  # only the lines of the worker that printed first are shown, whichever that is
     pool.grade([group(text)])
   shown = capfd.readouterr().err.splitlines()
   assert shown[0] == 'talks: a' and shown == sorted(shown)
@@ -613,20 +616,20 @@ if __name__ == '__main__':
 
 
 @pytest.mark.parametrize('kill', [True, False])
-def test_no_worker_outlives_its_parent(file, tmp_path, kill):
-  """Killed by -9, or ended without closing the pool; both while it grades."""
+def test_workers_and_their_children_end_with_the_parent(file, tmp_path, kill):
+  """The parent is killed by SIGKILL, or exits without closing the pool; both while the pool grades."""
   (tmp_path / 'parent.py').write_text(PARENT)
   root = pathlib.Path(__file__).resolve().parents[1]
-  seen = tmp_path / 'pids'
+  pid_file = tmp_path / 'pids'
   parent = subprocess.Popen(
     [sys.executable, tmp_path / 'parent.py', file] + ['exit'] * (not kill),
-    env={**os.environ, 'PYTHONPATH': str(root), 'PIDS': str(seen)},
+    env={**os.environ, 'PYTHONPATH': str(root), 'PIDS': str(pid_file)},
     stderr=subprocess.PIPE,
   )
   deadline = time.monotonic() + 20
   while time.monotonic() < deadline:
-    pids = seen.read_text().split() if seen.exists() else []
-    if len(pids) == 4:  # two workers, a child each
+    pids = pid_file.read_text().split() if pid_file.exists() else []
+    if len(pids) == 4:  # two workers with one child each
       break
     time.sleep(0.05)
   pids = [int(pid) for pid in pids]
@@ -640,7 +643,7 @@ def test_no_worker_outlives_its_parent(file, tmp_path, kill):
   assert wait_dead(pids) == []
 
 
-def test_no_jax_and_no_numpy_here():
+def test_reward_modules_import_neither_jax_nor_numpy():
   root = pathlib.Path(__file__).resolve().parents[1]
   code = (
     'import sys, jaxpost.rewards.pool, jaxpost.rewards.worker\n'
@@ -651,16 +654,16 @@ def test_no_jax_and_no_numpy_here():
   assert out == 'set()\n'
 
 
-def test_a_pool_that_is_closed_waits_for_no_job_that_a_thread_has_taken():
-  """The queue says that there is a job, and a thread is faster."""
+def test_close_does_not_wait_for_a_job_that_a_thread_has_taken():
+  """The queue claims to have a job that a thread has taken meanwhile: `close` must not block in `get`."""
 
   class Raced(queue.Queue):
     def empty(self):
       return False
 
-  made = RewardPool(('exact_match',))
-  made._jobs = Raced()
-  closing = threading.Thread(target=made.close, daemon=True)
+  pool = RewardPool(('exact_match',))
+  pool._jobs = Raced()
+  closing = threading.Thread(target=pool.close, daemon=True)
   closing.start()
   closing.join(20)
   assert not closing.is_alive()

@@ -1,4 +1,4 @@
-"""A judge that ranks the completions of a group, behind a URL that may be partial, wrong or silent."""
+"""`rank_judge`: a model behind a URL ranks the completions of a group; its ranking may be biased, wrong or missing."""
 
 import re
 
@@ -24,7 +24,7 @@ def shown(text):
 
 
 def by_length(text, attempt=1):
-  """A judge that prefers short answers."""
+  """The reply of a judge that prefers short answers."""
   del attempt
   answers = shown(text)
   return 'Ranking: ' + ' > '.join(str(n) for n, _ in sorted(enumerate(answers, 1), key=lambda x: len(x[1])))
@@ -34,23 +34,23 @@ def make(url, **options):
   return rank_judge.RankJudge(url, 'm', pause=0.01, **options)
 
 
-def test_places_become_rewards_and_equal_texts_are_shown_once(double):
+def test_ranks_become_rewards_and_equal_texts_are_shown_once(double):
   server, logged = double(by_length), []
   judge = make(server.url)
-  found = judge(['p'] * 5, ['aaa', 'a', 'aaaaa', 'a', 'aaaa'], log_metric=lambda *x: logged.append(x))
-  assert found == [pytest.approx(x) for x in (2 / 3, 1, 0, 1, 1 / 3)]
+  rewards = judge(['p'] * 5, ['aaa', 'a', 'aaaaa', 'a', 'aaaa'], log_metric=lambda *x: logged.append(x))
+  assert rewards == [pytest.approx(x) for x in (2 / 3, 1, 0, 1, 1 / 3)]
   texts = [body['messages'][0]['content'] for _, _, body in server.requests]
   assert sorted(map(shown, texts)) == sorted([['aaa', 'a', 'aaaaa', 'aaaa'], ['aaaa', 'aaaaa', 'a', 'aaa']])
   assert dict(logged) == {'rank_judge_without_ranking': 0, 'rank_judge_agreement': 1}
 
 
-def test_a_preference_for_a_place_cancels(double):
+def test_position_bias_of_judge_cancels_over_orders(double):
   server, logged = double(lambda text, attempt: 'Ranking: 1 > 2 > 3'), []
   assert make(server.url)(['p'] * 3, ['a', 'b', 'c'], log_metric=lambda *x: logged.append(x)) == [0.5] * 3
   assert dict(logged)['rank_judge_agreement'] == 0
 
 
-def test_one_order_and_messages(double):
+def test_single_order_reads_last_ranking_and_shows_messages(double):
   server = double(lambda text, attempt: 'I think\nRanking: 3 > 1\nNo.\n**Ranking: 2 > 1 = 3**')
   prompt = [{'role': 'user', 'content': 'hi'}]
   completions = [[{'role': 'assistant', 'content': x}] for x in 'abc']
@@ -58,7 +58,7 @@ def test_one_order_and_messages(double):
   assert 'user: hi' in server.requests[0][2]['messages'][0]['content']
 
 
-def test_nothing_is_asked_about_equal_answers(double):
+def test_equal_answers_send_no_request(double):
   server = double(by_length)
   assert make(server.url)(['p'] * 3, ['same'] * 3) == [0.5] * 3
   assert not server.requests
@@ -75,30 +75,30 @@ def test_nothing_is_asked_about_equal_answers(double):
     'Ranking: 0 > 1 > 2',
   ],
 )
-def test_what_is_no_ranking_is_no_verdict(double, reply):
+def test_invalid_ranking_gives_none(double, reply):
   logged = []
   judge = make(double(lambda text, attempt: reply).url, retries=1)
   assert judge(['p'] * 3, ['a', 'b', 'c'], log_metric=lambda *x: logged.append(x)) == [None] * 3
   assert logged == [('rank_judge_without_ranking', 1)]
 
 
-def test_one_order_without_a_ranking_leaves_the_other(double):
+def test_order_without_a_ranking_leaves_the_other_order(double):
   server = double(lambda text, attempt: by_length(text) if shown(text)[0] == 'a' else 'hm')
   assert make(server.url, retries=0)(['p'] * 3, ['a', 'bb', 'ccc']) == [1, 0.5, 0]
 
 
-def test_a_server_that_does_not_answer_fails_the_group(double):
+def test_server_error_fails_the_group(double):
   with pytest.raises(call.RewardError, match='no request was answered: HTTP 500'):
     make(double(lambda text, attempt: 500).url, retries=1)(['p'] * 2, ['a', 'b'])
 
 
-def test_orders_differ():
+def test_orders_of_presentation_differ():
   assert rank_judge._orders(4, 4) == [[0, 1, 2, 3], [3, 2, 1, 0], [2, 3, 0, 1], [1, 0, 3, 2]]
   with pytest.raises(InputError, match='orders=0'):
     make('http://127.0.0.1:1/v1', orders=0)
 
 
-def test_the_pool_knows_it_and_a_template_of_its_own(double, tmp_path):
+def test_pool_builds_rank_judge_with_a_template_file(double, tmp_path):
   server = double(by_length)
   template = tmp_path / 'rank.txt'
   template.write_text('{prompt} for {audience}: {count}\n{answers}')

@@ -1,4 +1,4 @@
-"""Rejection-sampling fine-tuning: what is kept, and that it learns.
+"""Tests of rejection-sampling fine-tuning (RFT): which samples are kept, their weights, and learning.
 
 Legend: N sequences, C completion tokens.
 """
@@ -26,10 +26,10 @@ def stage_config(**over):
 
 
 def graded(rewards, lengths):
-  """[groups, G] rewards and lengths of completions of at most 5 tokens."""
+  """Returns an Experience from rewards and lengths [groups, G] of completions of at most 5 tokens."""
   rewards, lengths = np.array(rewards, float), np.array(lengths)
   groups, count = len(rewards), rewards.size
-  made = Rollout(
+  rollout = Rollout(
     prompts=tuple(Prompt(i, np.arange(3, dtype=np.int32), '', {}) for i in range(groups)),
     completions=np.zeros((count, 5), np.int32),
     lengths=lengths.ravel(),
@@ -38,43 +38,45 @@ def graded(rewards, lengths):
     finished=lengths.ravel() < 5,
   )
   rewards = rewards.ravel()
-  return Experience(made, rewards, batching.completion_mask(made), {}, memory={'kept': 'as it was'}, verdicts=rewards)
+  return Experience(
+    rollout, rewards, batching.completion_mask(rollout), {}, memory={'kept': 'as it was'}, verdicts=rewards
+  )
 
 
 REWARDS = [[0, 2, 1], [1, 1, 0.5], [0.9, 0, NAN], [NAN, NAN, NAN]]
 LENGTHS = [[3, 5, 4], [2, 4, 1], [1, 1, 1], [2, 2, 2]]
 
 
-def kept(credit):
+def kept_rows(credit):
   return np.flatnonzero(credit.mask.any(axis=1)).tolist()
 
 
 def test_the_best_of_each_group_is_kept():
-  """The first of equals, none below the bar, none that was not graded."""
-  one = graded(REWARDS, LENGTHS)
-  credit = rft.credit(one, stage_config())
-  assert kept(credit) == [1, 3]
-  np.testing.assert_array_equal(credit.mask[[1, 3]], one.mask[[1, 3]])
+  """Of equal samples the first is kept, and none that is below the bar or was not graded."""
+  experience = graded(REWARDS, LENGTHS)
+  credit = rft.credit(experience, stage_config())
+  assert kept_rows(credit) == [1, 3]
+  np.testing.assert_array_equal(credit.mask[[1, 3]], experience.mask[[1, 3]])
   assert credit.metrics == {'rft/kept': 2, 'rft/dropped': 2, 'rft/kept_reward': 1.5}
-  assert credit.arrays == {} and credit.memory == one.memory
-  lower = rft.credit(one, stage_config(rl=dict(keep_reward=0.9)))
-  assert kept(lower) == [1, 3, 6]
-  none = rft.credit(one, stage_config(rl=dict(keep_reward=3.0)))
-  assert kept(none) == [] and none.metrics == {'rft/kept': 0, 'rft/dropped': 4}
+  assert credit.arrays == {} and credit.memory == experience.memory
+  credit_of_lower_bar = rft.credit(experience, stage_config(rl=dict(keep_reward=0.9)))
+  assert kept_rows(credit_of_lower_bar) == [1, 3, 6]
+  credit_of_no_sample = rft.credit(experience, stage_config(rl=dict(keep_reward=3.0)))
+  assert kept_rows(credit_of_no_sample) == [] and credit_of_no_sample.metrics == {'rft/kept': 0, 'rft/dropped': 4}
 
 
-def test_a_truncated_best_gives_way():
-  one = graded(REWARDS, LENGTHS)
-  credit = rft.credit(one, stage_config(rl=dict(mask_truncated=True)))
-  assert kept(credit) == [2, 3]
+def test_truncated_best_sample_is_replaced_by_the_next():
+  experience = graded(REWARDS, LENGTHS)
+  credit = rft.credit(experience, stage_config(rl=dict(mask_truncated=True)))
+  assert kept_rows(credit) == [2, 3]
   assert credit.metrics['masked_truncated'] == 1
 
 
 @pytest.mark.parametrize(
   'aggregate, expected', [('token', [1 / 7, 1 / 7]), ('sequence', [1 / 10, 1 / 4]), ('constant', [1 / 10, 1 / 10])]
 )
-def test_weight_of_a_token(aggregate, expected):
-  """Only kept samples, of 5 and of 2 tokens, have a weight."""
+def test_token_weights_of_kept_samples(aggregate, expected):
+  """Only the two kept samples, of 5 and of 2 tokens, have weights."""
   config = stage_config(rl=dict(aggregate=aggregate))
   mask = rft.credit(graded(REWARDS, LENGTHS), config).mask
   weights = batching.token_weights(mask, config.rl.aggregate, 5)
@@ -93,13 +95,13 @@ def test_weight_of_a_token(aggregate, expected):
     (dict(clip_high=0.3), 'clip_high'),
   ],
 )
-def test_what_cross_entropy_cannot_use_is_refused(over, key):
+def test_fields_that_rft_cannot_use_are_refused(over, key):
   with pytest.raises(InputError, match=f'config.rl.{key}: '):
     stage_config(rl=over)
 
 
-def test_nothing_kept_moves_nothing(tmp_path):
-  """Neither the loss nor the weights; each step says so."""
+def test_step_that_keeps_no_sample_changes_nothing(tmp_path):
+  """Loss and gradient are 0, and each step counts the dropped groups."""
   model = tiny.folder(tmp_path / 'model')
 
   def config(bar):
@@ -115,8 +117,8 @@ def test_nothing_kept_moves_nothing(tmp_path):
   assert row['rft/kept_reward'] > row['reward']
 
 
-def test_learns(tmp_path):
-  """Small sums after a short SFT: pass@1 0.21 before, 0.50 after."""
+def test_rft_learns_small_sums(tmp_path):
+  """After a short SFT, pass@1 was 0.21 before and 0.50 after the run."""
   jaxpost.run(tiny.sums_config(tmp_path, algorithm='rft', train=dict(steps=40), optim=dict(lr=3e-3)), tmp_path / 'run')
   before, after = [
     r['pass@1']

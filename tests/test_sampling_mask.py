@@ -70,13 +70,13 @@ def test_allowed_ids_are_the_tokens_that_can_be_drawn(row, fields, size):
   np.testing.assert_allclose(logprobs, [expected[i] for i in tokens], atol=1e-5)
 
 
-def test_ties_beyond_the_room_for_ids_are_not_drawn():
+def test_ties_beyond_the_room_are_not_drawn():
   tokens, _, ids = draw(TIED, 3, top_k=3)
   assert (ids > 0).sum(axis=1).tolist() == [3] * DRAWS
   assert len(set(tokens.tolist())) == 3
 
 
-def test_slots_without_top_k_report_no_ids():
+def test_slots_without_top_k_report_nothing():
   """Slots of evaluations are such, as they sample with the fields of `eval`."""
   tokens, _, ids = draw(ROW, 3, top_p=0.9)
   assert not ids.any() and len(set(tokens.tolist())) > 3
@@ -138,7 +138,7 @@ def test_masked_loss_and_gradients_equal_the_definition(fused):
 
 
 @pytest.mark.parametrize('masked', [True, False])
-def test_policy_gradient_is_that_of_the_truncated_policy(masked):
+def test_the_gradient_is_that_of_the_truncated_policy(masked):
   """Of 4 tokens, 3 can be drawn first and then 2. Without the mask, the gradient of their mass is missing."""
   drawable = [n for n, (a, b) in enumerate(exact.completions(2)) if a != 1 and b in (a, (a + 1) % 4)]
   answers, values = exact.completions(2)[drawable], exact.rewards_of(2, False)[drawable]

@@ -221,6 +221,6 @@ def test_8_bit_settings_that_are_not_supported_are_refused(tmp_path, family, ove
 
 
 @pytest.mark.parametrize('cfg', [tiny.latent(), tiny.hybrid('kimi_linear')], ids=['all_layers', 'some_layers'])
-def test_8_bit_cache_of_latents_is_refused(cfg):
+def test_latents_are_not_cached_in_8_bits(cfg):
   with pytest.raises(InputError, match='rollout.cache: .* models do not cache keys and values of heads'):
     scaled.check(RolloutSection(cache='int8'), model_lib.build(cfg))

@@ -1,4 +1,8 @@
-"""Serving: turns, per-request settings, stops, and what is refused."""
+"""`NativeEngine.serve`: continuous batching of turns, caches, pages, per-request sampling, stops and cancellation.
+
+The draws of a request do not depend on its slot or on other requests, so most tests serve the same requests in two
+ways, which must draw the same tokens.
+"""
 
 import collections
 import dataclasses
@@ -27,7 +31,7 @@ def model():
 
 
 def decode(ids):
-  """A text of one or two characters a token."""
+  """The text of token ids; each token is one character, or the same character twice."""
   return ''.join(chr(97 + i % 26) * (1 + i % 2) for i in map(int, ids))
 
 
@@ -39,18 +43,18 @@ def decode(ids):
     (700, 128, {64: [128, 256, 512, 768], 32: [128, 256, 512, 768], 16: [256, 512, 768], 8: [512, 768]}),
   ],
 )
-def test_shapes_of_decoding(room, page, sizes):
-  """Each block reads all that is filled; few shapes do, and part of the slots reads at most a quarter more than all."""
+def test_decode_blocks_read_few_shapes_and_all_filled_entries(room, page, sizes):
+  """`sizes` has the lengths that each number of rows may read; few rows read at most a quarter more than all slots."""
   slots, block = 64, 32
   length = buckets.cache_length(room, block, page)
-  found = buckets.Buckets(slots, 1, 1, room, length, page, block, max_new_tokens=room)
-  assert found.row_sizes() == list(sizes)
-  for rows, wanted in sizes.items():
-    reads = {n: found.decode(n + block, rows) for n in range(room + 1)}
-    assert sorted(set(reads.values())) == wanted
+  shapes = buckets.Buckets(slots, 1, 1, room, length, page, block, max_new_tokens=room)
+  assert shapes.row_sizes() == list(sizes)
+  for rows, expected in sizes.items():
+    reads = {n: shapes.decode(n + block, rows) for n in range(room + 1)}
+    assert sorted(set(reads.values())) == expected
     for n, read in reads.items():
       assert n + block <= read
-      assert rows * read <= 1.25 * slots * found.decode(n + block, slots)
+      assert rows * read <= 1.25 * slots * shapes.decode(n + block, slots)
       assert not page or read % page == 0
 
 
@@ -73,27 +77,27 @@ def requests(count=7, **sampling):
   return [Request(random.randint(0, 131, 3 + i, np.int32), 20 + i, i % 2, sampling) for i in range(count)]
 
 
-def serve(engine, wanted, next_requests=None, step=2, **options):
-  """{(prompt, sample): Completions, turn by turn}."""
-  told = collections.defaultdict(list)
+def serve(engine, first_requests, next_requests=None, step=2, **options):
+  """{(prompt, sample): [Completion of each turn]}; `serve.figures` has what `engine.serve` returned last."""
+  turns = collections.defaultdict(list)
 
   def listen(completions, idle):
     for c in completions:
-      told[c.request.prompt, c.request.sample].append(c)
+      turns[c.request.prompt, c.request.sample].append(c)
     return next_requests(completions, idle) if next_requests else ()
 
-  serve.figures = engine.serve(wanted, run_key=KEY, step=step, next_requests=listen, **options)
-  return told
+  serve.figures = engine.serve(first_requests, run_key=KEY, step=step, next_requests=listen, **options)
+  return turns
 
 
-def later(turns, tokens_a_turn=4):
-  """A `follow` that goes on with each text, some blocks after its turn."""
+def later(ends, tokens_a_turn=4):
+  """A `next_requests` that continues each text some blocks after its turn, until its prompt has ends[prompt] tokens."""
   waiting = collections.deque()
 
   def follow(completions, idle):
     for c in completions:
       text = np.concatenate([c.request.tokens, c.tokens])
-      if len(c.request.tokens) < turns[c.request.prompt]:
+      if len(c.request.tokens) < ends[c.request.prompt]:
         waiting.append(
           [int(c.request.prompt) % 3, Request(text, c.request.prompt, c.request.sample, c.request.sampling)]
         )
@@ -109,11 +113,11 @@ def later(turns, tokens_a_turn=4):
 
 
 @pytest.mark.core
-def test_turns_draw_what_one_long_sample_draws(engine):
+def test_short_turns_draw_the_tokens_of_one_long_sample(engine):
   whole = serve(engine, requests())
-  wanted = requests(max_tokens=4)
-  ends = {r.prompt: len(r.tokens) + NEW - 4 for r in wanted}
-  turns = serve(engine, wanted, later(ends))
+  short = requests(max_tokens=4)
+  ends = {r.prompt: len(r.tokens) + NEW - 4 for r in short}
+  turns = serve(engine, short, later(ends))
   assert len(turns) == 7
   for key, (one,) in whole.items():
     parts = turns[key]
@@ -124,15 +128,15 @@ def test_turns_draw_what_one_long_sample_draws(engine):
 
 
 def talk(answers, turns=3):
-  """A `follow` in which something answers each turn, some blocks later."""
-  said, waiting = collections.Counter(), collections.deque()
+  """A `next_requests` that appends a text of `answers` to each turn and sends it some blocks later, for some turns."""
+  turn_of, waiting = collections.Counter(), collections.deque()
 
   def follow(completions, idle):
     for c in completions:
       key = c.request.prompt, c.request.sample
-      said[key] += 1
-      if said[key] < turns:
-        text = np.concatenate([c.request.tokens, c.tokens, answers[said[key], key[0] % 5]])
+      turn_of[key] += 1
+      if turn_of[key] < turns:
+        text = np.concatenate([c.request.tokens, c.tokens, answers[turn_of[key], key[0] % 5]])
         waiting.append([int(key[0]) % 3, Request(text, *key, c.request.sampling)])
     for item in waiting:
       item[0] -= 1
@@ -162,67 +166,67 @@ def talk(answers, turns=3):
   ],
   ids=str,
 )
-def test_a_conversation_keeps_its_cache(model, params, fields, monkeypatch):
-  """The same samples as when every turn is read from its beginning."""
+def test_conversations_with_kept_cache_draw_the_same_tokens(model, params, fields, monkeypatch):
+  """Also, they prefill less than an engine that reads every turn from its beginning."""
   fields = dict(fields)
-  if 'part' in fields:  # slots and tokens that are read at a time
+  if 'part' in fields:  # (slots, tokens) that one program reads at a time
     monkeypatch.setattr(extend, '_ACCELERATOR', fields.pop('part'))
   compute = dataclasses.replace(tiny.EXACT, platform=fields.pop('platform', 'cpu'))
   if 'window' in fields:
     model = model_lib.build(dataclasses.replace(model.config, layer_windows=(fields.pop('window'), 0)))
   random = np.random.RandomState(2)
-  # Longer than what is read at a time, too; nothing of another length.
+  # Some are longer than what is read at a time.
   answers = {
     (turn, n): random.randint(0, 131, size, np.int32) for turn in (1, 2) for n, size in enumerate([1, 5, 37, 9, 2])
   }
-  wanted = requests(9, max_tokens=5)
+  first_turns = requests(9, max_tokens=5)
 
-  def made():
+  def fresh_engine():
     return make_engine(model, params, compute=compute, max_context=120, **fields)
 
-  keeping, reading = made(), made()
-  plain = serve(reading, wanted, talk(answers), reuse_cache=False)
-  read, figures = serve.figures['tokens_prefilled'], {}
+  keeping, reading = fresh_engine(), fresh_engine()
+  reread = serve(reading, first_turns, talk(answers), reuse_cache=False)
+  prefilled_without_cache, figures = serve.figures['tokens_prefilled'], {}
   assert serve.figures['tokens_cached'] == 0
-  told = serve(keeping, wanted, talk(answers))
+  cached = serve(keeping, first_turns, talk(answers))
   figures = serve.figures
-  assert set(told) == set(plain) and len(plain) == 9
-  for key, parts in plain.items():
+  assert set(cached) == set(reread) and len(reread) == 9
+  for key, parts in reread.items():
     assert len(parts) == 3
-    for a, b in zip(parts, told[key], strict=True):
+    for a, b in zip(parts, cached[key], strict=True):
       np.testing.assert_array_equal(a.request.tokens, b.request.tokens)
       np.testing.assert_array_equal(a.tokens, b.tokens)
       np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
   assert figures['tokens_cached'] > 0
-  assert figures['tokens_prefilled'] < read
+  assert figures['tokens_prefilled'] < prefilled_without_cache
   if fields.get('slots', 4) >= 9 and not fields.get('cache_tokens'):
-    # Turns after the first read only the new tokens.
-    texts = sum(len(c.request.tokens) for parts in told.values() for c in parts[1:])
-    more = sum(len(answers[turn, k[0] % 5]) for k in told for turn in (1, 2))
-    assert figures['tokens_cached'] == texts - more
-    assert read - figures['tokens_prefilled'] == figures['tokens_cached']
+    # Turns after the first read only the answers.
+    texts = sum(len(c.request.tokens) for parts in cached.values() for c in parts[1:])
+    answered = sum(len(answers[turn, k[0] % 5]) for k in cached for turn in (1, 2))
+    assert figures['tokens_cached'] == texts - answered
+    assert prefilled_without_cache - figures['tokens_prefilled'] == figures['tokens_cached']
 
 
 @pytest.mark.parametrize('fields', [dict(slots=4), dict(slots=8, page_size=8, cache_tokens=168)], ids=str)
-def test_nothing_is_compiled_on_the_way(model, params, fields):
-  """Neither for turns nor for texts that a full pool sends back."""
+def test_serving_compiles_nothing_after_its_jobs(model, params, fields):
+  """Neither turns nor sequences that are preempted by a full page pool need another program."""
   ledger = Ledger()
   engine = make_engine(model, params, ledger, max_context=0, max_prompt=30, **{**fields, 'max_new_tokens': 60})
-  wanted = requests(8, max_tokens=25)
-  for job in engine.jobs(params, [len(r.tokens) for r in wanted], 1, True):
+  first_turns = requests(8, max_tokens=25)
+  for job in engine.jobs(params, [len(r.tokens) for r in first_turns], 1, True):
     job()
   ledger.seal()
   before = len(ledger.rows)
   random = np.random.RandomState(2)
   answers = {(1, n): random.randint(0, 131, 6, np.int32) for n in range(5)}
-  serve(engine, wanted, talk(answers, turns=2), prefill_rows=engine.prefill_rows(1))
+  serve(engine, first_turns, talk(answers, turns=2), prefill_rows=engine.prefill_rows(1))
   assert [r['program'] for r in ledger.rows[before:]] == []
   if 'page_size' in fields:
     assert serve.figures['preempted'] > 0
   assert serve.figures['tokens_cached'] > 0
 
 
-def test_many_page_copies_are_compiled_before(model, params):
+def test_wave_with_many_page_copies_compiles_nothing(model, params):
   """In the first wave, each of eight prompts fills a page, and each of 40 samples has a last page of its own."""
   ledger = Ledger()
   engine = make_engine(model, params, ledger, slots=40, page_size=8, max_prompt=16, max_new_tokens=8)
@@ -235,7 +239,7 @@ def test_many_page_copies_are_compiled_before(model, params):
 
 
 def test_an_evaluation_prefills_as_many_prompts_at_a_time_as_training(model, params):
-  """With one sample of each prompt, too: a prefill of 40 prompts would need five times the memory."""
+  """Although it draws one sample of each prompt: a prefill of 40 prompts would need five times the memory."""
   ledger = Ledger()
   engine = make_engine(model, params, ledger, slots=40, group_size=5, max_prompt=16, max_new_tokens=8)
   for job in engine.jobs(params, [11], 5, False):
@@ -246,7 +250,7 @@ def test_an_evaluation_prefills_as_many_prompts_at_a_time_as_training(model, par
   assert engine.prefill_rows(1) == engine.prefill_rows(5) == 8 and engine.prefill_rows(10) == 4
 
 
-def test_it_is_the_engine_that_the_protocol_describes(engine):
+def test_native_engine_has_the_signatures_of_the_protocol(engine):
   names = [n for n in vars(protocol.Engine) if not n.startswith('_')]
   names += protocol.Engine.__annotations__
   assert {'prefill_rows', 'next_requests', 'on_tokens', 'reuse_cache', 'on_dispatch'} <= set(
@@ -254,34 +258,33 @@ def test_it_is_the_engine_that_the_protocol_describes(engine):
   )
   for name in names:
     assert hasattr(engine, name), name
-    wanted = getattr(protocol.Engine, name, None)
-    if wanted:
-      have = inspect.signature(getattr(engine, name)).parameters
+    declared = getattr(protocol.Engine, name, None)
+    if declared:
+      actual = inspect.signature(getattr(engine, name)).parameters
       assert (
-        list(inspect.signature(wanted).parameters)[1:] == list(have)[: len(inspect.signature(wanted).parameters) - 1]
+        list(inspect.signature(declared).parameters)[1:]
+        == list(actual)[: len(inspect.signature(declared).parameters) - 1]
       ), name
 
 
 @pytest.mark.parametrize('long', [(3, 13, 15), (0,)])
-def test_no_empty_move_is_dispatched(model, params, monkeypatch, long):
-  """Long texts in the last slots move to the first; nothing else does."""
+def test_only_long_texts_in_last_slots_are_moved(model, params, monkeypatch, long):
+  """The requests in `long` draw 20 tokens, all others one: the long ones move to the first slots. No move is empty."""
   engine, moves = make_engine(model, params, slots=16, max_new_tokens=24), []
   move = engine.move
   monkeypatch.setattr(engine, 'move', lambda state, what: moves.append(dict(what)) or move(state, what))
-  wanted = [
-    dataclasses.replace(r, sampling=dict(max_tokens=20 if n in long else 1)) for n, r in enumerate(requests(16))
-  ]
-  told = serve(engine, wanted)
+  batch = [dataclasses.replace(r, sampling=dict(max_tokens=20 if n in long else 1)) for n, r in enumerate(requests(16))]
+  completions = serve(engine, batch)
   assert all(moves) and bool(moves) == (max(long) > 0)
   for change in moves:
     assert not {*change} & {*change.values()}
-  alone = serve(make_engine(model, params, max_new_tokens=24), wanted)
-  assert {k: [c.tokens.tolist() for c in v] for k, v in told.items()} == {
+  alone = serve(make_engine(model, params, max_new_tokens=24), batch)
+  assert {k: [c.tokens.tolist() for c in v] for k, v in completions.items()} == {
     k: [c.tokens.tolist() for c in v] for k, v in alone.items()
   }
 
 
-def test_waiting_ends_when_nothing_comes(engine):
+def test_serving_ends_when_idle_and_no_request_follows(engine):
   calls = []
 
   def follow(completions, idle):
@@ -295,7 +298,7 @@ def test_waiting_ends_when_nothing_comes(engine):
 
 
 @pytest.mark.parametrize(
-  'wrong,told',
+  'wrong,message',
   [
     (Request(np.zeros(0, np.int32), 4), 'prompt 4: is empty'),
     (Request(np.zeros(50, np.int32), 4), 'max_tokens: 12 tokens to draw and the 50 of prompt 4'),
@@ -306,19 +309,18 @@ def test_waiting_ends_when_nothing_comes(engine):
     (Request(np.zeros(3, np.int32), 4, 0, dict(forbidden_ids=range(9))), 'forbidden_ids: 9, of 8 that fit'),
   ],
 )
-def test_what_cannot_be_served(engine, wrong, told):
-  with pytest.raises(InputError, match=told):
+def test_request_that_does_not_fit_the_engine_is_refused(engine, wrong, message):
+  with pytest.raises(InputError, match=message):
     serve(engine, [wrong])
 
 
-def test_each_request_is_sampled_in_its_own_way(model, params):
+def test_each_request_has_its_own_sampling_settings(model, params):
   ledger = Ledger()
   engine = make_engine(model, params, ledger, top_logprobs=2)
   plain = serve(engine, requests())
   compiled = len(ledger.rows)
   first = {k: c.tokens for k, (c,) in plain.items()}
-  wanted = requests()
-  ways = [
+  settings = [
     dict(temperature=0.0),
     dict(top_k=1),
     dict(seed=3),
@@ -327,43 +329,44 @@ def test_each_request_is_sampled_in_its_own_way(model, params):
     dict(stop_ids=(int(first[25, 1][2]),)),
     dict(stop_ids=(int(first[26, 0][2]),), min_tokens=6),
   ]
-  told = serve(engine, [Request(r.tokens, r.prompt, r.sample, way) for r, way in zip(wanted, ways)])
-  assert len(ledger.rows) == compiled  # nothing was compiled for it
-  told = {k: c for k, (c,) in told.items()}
+  changed = serve(
+    engine, [Request(r.tokens, r.prompt, r.sample, sampling) for r, sampling in zip(requests(), settings)]
+  )
+  assert len(ledger.rows) == compiled  # no setting needs another program
+  changed = {k: c for k, (c,) in changed.items()}
   for key in (20, 0), (21, 1):
-    np.testing.assert_array_equal(told[key].tokens, told[key].top_ids[:, 0])
-    np.testing.assert_array_equal(told[key].behavior_logprobs, 0)
-    np.testing.assert_allclose(told[key].logprobs, told[key].top_logprobs[:, 0], atol=1e-6)
-  assert (told[22, 0].tokens != first[22, 0]).any()
-  np.testing.assert_array_equal(told[23, 1].tokens, first[23, 1][:5])
-  assert not told[23, 1].finished
-  assert first[24, 0][0] not in told[24, 0].tokens
+    np.testing.assert_array_equal(changed[key].tokens, changed[key].top_ids[:, 0])
+    np.testing.assert_array_equal(changed[key].behavior_logprobs, 0)
+    np.testing.assert_allclose(changed[key].logprobs, changed[key].top_logprobs[:, 0], atol=1e-6)
+  assert (changed[22, 0].tokens != first[22, 0]).any()
+  np.testing.assert_array_equal(changed[23, 1].tokens, first[23, 1][:5])
+  assert not changed[23, 1].finished
+  assert first[24, 0][0] not in changed[24, 0].tokens
   end = list(first[25, 1]).index(first[25, 1][2]) + 1
-  np.testing.assert_array_equal(told[25, 1].tokens, first[25, 1][:end])
-  assert told[25, 1].finished and end <= 3
-  assert len(told[26, 0].tokens) >= 6
+  np.testing.assert_array_equal(changed[25, 1].tokens, first[25, 1][:end])
+  assert changed[25, 1].finished and end <= 3
+  assert len(changed[26, 0].tokens) >= 6
 
 
-def test_stop_strings_cut_exactly(engine):
-  """After the token that completes the string nothing is kept."""
+def test_no_token_is_kept_after_a_stop_string_is_complete(engine):
   whole = {k: c for k, (c,) in serve(engine, requests()).items()}
   text = decode(whole[21, 1].tokens)
-  string = text[5:8]  # begins and ends inside of tokens, perhaps
+  string = text[5:8]  # may begin and end inside of tokens
   blocks = []
-  told = serve(engine, requests(stop_strings=('no such', string)), on_dispatch=blocks.append)
-  kept = sum(len(c.tokens) for (c,) in told.values())  # what is cut is in no figure, either
+  stopped = serve(engine, requests(stop_strings=('no such', string)), on_dispatch=blocks.append)
+  kept = sum(len(c.tokens) for (c,) in stopped.values())  # tokens that are cut do not count
   assert serve.figures['tokens_per_dispatch'] == kept / len(blocks)
-  for key, (c,) in told.items():
+  for key, (c,) in stopped.items():
     full = whole[key]
     ends = [n for n in range(1, NEW + 1) if string in decode(full.tokens[:n])]
     size = ends[0] if ends else NEW
     np.testing.assert_array_equal(c.tokens, full.tokens[:size])
     np.testing.assert_allclose(c.logprobs, full.logprobs[:size], atol=1e-5)
     assert c.finished == bool(ends) and c.stop_string == (string if ends else '')
-  assert len(told[21, 1][0].tokens) < NEW
+  assert len(stopped[21, 1][0].tokens) < NEW
 
 
-def test_a_stop_string_is_searched_in_the_last_blocks():
+def test_stop_string_is_searched_in_last_blocks_only():
   """To join all blocks of a long completion after each of them would take quadratic time."""
 
   def block(text):
@@ -381,25 +384,22 @@ def test_a_stop_string_is_searched_in_the_last_blocks():
   assert sequence.cut_at_stop_string(('bc',), text_of, 158) == 'bc' and text_of(sequence.drawn()[-3:]) == 'abc'
 
 
-def test_no_stop_string_before_the_least(engine):
-  """A stop string that is complete before the minimum length does not stop the sequence.
-
-  In one block and over several, and where it lies across that place.
-  """
+def test_stop_string_before_minimum_length_does_not_stop(engine):
+  """The strings lie in one block or in several, and before, across and after the minimum length `least`."""
   whole = {k: c for k, (c,) in serve(engine, requests()).items()}
   text, seen = decode(whole[21, 1].tokens), set()
   for string in (text[0], text[3:5], text[6]):
     ends = [n for n in range(1, NEW + 1) if decode(whole[21, 1].tokens[:n]).endswith(string)]
     for least in (0, ends[0], ends[0] - 1, 5, 20):
-      (told,) = serve(engine, requests(stop_strings=(string,), min_tokens=least))[21, 1]
+      (completion,) = serve(engine, requests(stop_strings=(string,), min_tokens=least))[21, 1]
       size = min([n for n in ends if n > least], default=NEW)
-      assert len(told.tokens) == size, (string, least)
-      assert told.stop_string == (string if size in ends else '')
+      assert len(completion.tokens) == size, (string, least)
+      assert completion.stop_string == (string if size in ends else '')
       seen.add(size)
   assert len(seen) > 3
 
 
-def test_broken_logits_stop_the_run(model, params):
+def test_nan_logits_stop_serving_with_an_error(model, params):
   engine = make_engine(model, params)
   engine.load({**params, 'norm': params['norm'] * np.nan}, version=7)
   with pytest.raises(FloatingPointError, match='step 5.*7 updates'):
@@ -410,25 +410,25 @@ def test_broken_logits_stop_the_run(model, params):
   'fields', [{}, dict(page_size=8), dict(page_size=16, cache_tokens=80)], ids=['slots', 'pages', 'few_pages']
 )
 def test_cancelled_requests_give_up_their_slots(model, params, fields):
-  """Half of the requests are cancelled, some in a slot and some in the queue; the others draw what they draw alone."""
+  """Half of the requests are cancelled, some in a slot and some in the queue; the others draw the same as alone."""
   engine = make_engine(model, params, **fields)
-  wanted = requests(10)
-  alone = serve(engine, wanted[1::2])
-  gone, blocks = set(), []
-  mine = [
-    dataclasses.replace(x, is_cancelled=functools.partial(gone.__contains__, x.prompt)) if i % 2 == 0 else x
-    for i, x in enumerate(wanted)
+  batch = requests(10)
+  alone = serve(engine, batch[1::2])
+  cancelled, blocks = set(), []
+  cancellable = [
+    dataclasses.replace(x, is_cancelled=functools.partial(cancelled.__contains__, x.prompt)) if i % 2 == 0 else x
+    for i, x in enumerate(batch)
   ]
 
-  def leave(completions, idle):
+  def cancel_after_two_blocks(completions, idle):
     blocks.append(completions)
     if len(blocks) == 2:
-      gone.update(x.prompt for x in wanted[::2])
+      cancelled.update(x.prompt for x in batch[::2])
     return ()
 
-  same(serve(engine, mine, leave), alone)
+  same(serve(engine, cancellable, cancel_after_two_blocks), alone)
   assert len(blocks) < 20 and serve.figures['occupancy'] < 1
-  same(serve(engine, wanted[1::2]), alone)
+  same(serve(engine, batch[1::2]), alone)
 
 
 def test_a_slot_of_a_cancelled_request_goes_to_the_next(model, params):
@@ -437,19 +437,19 @@ def test_a_slot_of_a_cancelled_request_goes_to_the_next(model, params):
   first, second = requests(2)
   calls = []
   first = dataclasses.replace(first, is_cancelled=lambda: len(calls) > 2)
-  found = serve(
+  served = serve(
     engine, [first, dataclasses.replace(second, sampling={'max_tokens': 4})], lambda *x: calls.append(x) or ()
   )
-  assert set(found) == {(second.prompt, second.sample)} and len(calls) <= 8
+  assert set(served) == {(second.prompt, second.sample)} and len(calls) <= 8
 
 
-def test_more_than_fits_the_engine():
+def test_token_ids_outside_the_vocabulary_are_refused():
   model = model_lib.build(tiny.config())
-  for fields, told in (
+  for fields, message in (
     (dict(stop_ids=(131,)), 'stop_ids: 131 is outside'),
     (dict(forbidden_ids=(5, 400)), 'forbidden_ids: 400 is outside'),
   ):
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
       native.NativeEngine(
         model,
         native.SamplerConfig(**{**dict(slots=2, max_prompt=8, max_new_tokens=8, stop_ids=()), **fields}),
@@ -460,26 +460,26 @@ def test_more_than_fits_the_engine():
 
 
 def same(a, b):
-  """Two dicts of single completions hold the same samples."""
+  """Asserts that two results of `serve` with one turn each hold the same samples."""
   assert set(a) == set(b)
-  for key, (one,) in a.items():
-    np.testing.assert_array_equal(one.tokens, b[key][0].tokens)
-    np.testing.assert_allclose(one.logprobs, b[key][0].logprobs, atol=1e-5)
+  for key, (completion,) in a.items():
+    np.testing.assert_array_equal(completion.tokens, b[key][0].tokens)
+    np.testing.assert_allclose(completion.logprobs, b[key][0].logprobs, atol=1e-5)
 
 
 @pytest.mark.parametrize('page,tokens', [(8, 0), (16, 80)])
-def test_pages_change_nothing(model, params, engine, page, tokens):
-  """Samples share the pages of a prompt; a full pool sends some back."""
+def test_paged_cache_draws_the_same_tokens(model, params, engine, page, tokens):
+  """Samples share the pages of a prompt; a pool of 80 tokens is too small for all and preempts some of them."""
   paged = make_engine(model, params, page_size=page, cache_tokens=tokens)
-  wanted = [Request(r.tokens, r.prompt, n, dict(max_tokens=30)) for r in requests(4) for n in range(3)]
-  plain = serve(engine, wanted)
-  same(serve(paged, wanted), plain)
+  batch = [Request(r.tokens, r.prompt, n, dict(max_tokens=30)) for r in requests(4) for n in range(3)]
+  unpaged = serve(engine, batch)
+  same(serve(paged, batch), unpaged)
   if tokens:
     assert serve.figures['preempted'] > 0
 
 
-def test_pages_hold_more_texts_than_slots_do():
-  """At most 16,384 entries and 4,096 on average, as many as fit."""
+def test_page_table_holds_more_sequences_than_slots_would():
+  """The pool has the memory of 64 slots of 16,384 entries; sequences have at most as many, about 4,096 on average."""
   size, room, memory = 128, 16384, 64 * 16384
   pool = page_table.PageTable(size, memory // size + 1)
   lengths = np.random.RandomState(0).exponential(4096 - 512, 9999)
@@ -496,7 +496,7 @@ def test_pages_hold_more_texts_than_slots_do():
   assert len(pool.free) == pool.count - 1 and not pool.users and (not pool.shared)
 
 
-def test_pages_are_shared_and_copied_where_they_part():
+def test_samples_share_full_pages_of_prompt_and_copy_the_last():
   pool = page_table.PageTable(4, 11)
   first = pool.admit('a', b'x', 1, 10, 4)
   second = pool.admit('b', b'x', 1, 10, 4)
@@ -513,7 +513,7 @@ def test_pages_are_shared_and_copied_where_they_part():
 
 
 @pytest.mark.parametrize(
-  'fields,told',
+  'fields,message',
   [
     (dict(page_size=12), 'page_size: 12 is no power of two'),
     (dict(page_size=8, cache_tokens=40), 'cache_tokens: .*; raise it'),
@@ -521,8 +521,8 @@ def test_pages_are_shared_and_copied_where_they_part():
     (dict(stop_strings=('a', '')), 'stop_strings: "" is in every'),
   ],
 )
-def test_settings_that_cannot_work(fields, told):
-  with pytest.raises(InputError, match=told):
+def test_invalid_sampler_config_is_refused(fields, message):
+  with pytest.raises(InputError, match=message):
     native.NativeEngine(
       model_lib.build(tiny.config()),
       native.SamplerConfig(**{**dict(slots=2, max_prompt=40, max_new_tokens=8, stop_ids=()), **fields}),
@@ -532,7 +532,7 @@ def test_settings_that_cannot_work(fields, told):
     )
 
 
-def test_too_many_slots_are_told_how_many_fit(model, params, monkeypatch):
+def test_too_many_slots_are_refused_with_the_number_that_fits(model, params, monkeypatch):
   engine = make_engine(model, params, slots=8)
   # 8 slots x (60 + 4) entries x 2 x 2 layers x 2 heads x 8 x 4 bytes
   monkeypatch.setattr(sampler_config, 'free_bytes', lambda layout: 8 * 64 * 256 * 0.7)

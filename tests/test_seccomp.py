@@ -119,7 +119,7 @@ def test_numpy_works():
   'machine, header',
   [('x86_64', '/usr/include/x86_64-linux-gnu/asm/unistd_64.h'), ('aarch64', '/usr/include/asm-generic/unistd.h')],
 )
-def test_call_numbers_equal_those_of_kernel_headers(machine, header):
+def test_numbers_are_those_of_the_kernel(machine, header):
   if not pathlib.Path(header).exists():
     pytest.skip(f'{header} is not installed')
   defined = re.findall(r'#define __NR(?:3264)?_(\w+)\s+(\d+)', pathlib.Path(header).read_text())
@@ -168,6 +168,6 @@ def test_filter_allows_listed_calls_and_nothing_else(machine, audit):
     assert (verdict(code, known['clone'], flags, audit) == 0x7FFF0000) == allowed, hex(flags)
 
 
-def test_machine_without_a_list_of_calls_is_refused():
+def test_a_machine_without_a_list_is_refused():
   with pytest.raises(OSError, match='no list of system calls for riscv64'):
     seccomp.program('riscv64')

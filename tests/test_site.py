@@ -21,7 +21,7 @@ MISSING = [name for name in ('sphinx', 'myst_nb', 'furo') if importlib.util.find
 
 @pytest.mark.ci
 @pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed: pip install -e '.[docs]'")
-def test_site_builds_without_a_warning_and_lists_every_page(tmp_path):
+def test_builds_without_a_warning(tmp_path):
   build = [sys.executable, '-m', 'sphinx', '-q', '-W', '--keep-going', '-b', 'html', '-d', str(tmp_path / 'trees')]
   done = subprocess.run([*build, str(DOCS), str(tmp_path / 'site')], cwd=CLONE, capture_output=True, encoding='utf-8')
   assert done.returncode == 0, done.stderr[-4000:]
@@ -34,7 +34,7 @@ def test_site_builds_without_a_warning_and_lists_every_page(tmp_path):
   assert sorted(listed) == sorted(pages - {'index'})
 
 
-def test_troubleshooting_names_only_known_fields_and_metrics():
+def test_troubleshooting_names_fields_and_metrics():
   known = set(re.findall(r'^\| `([\w.]+)`', (DOCS / 'config.md').read_text('utf-8'), re.M))
   for row in re.findall(r'^\| (`.*?) \|', (DOCS / 'metrics.md').read_text('utf-8'), re.M):
     known |= set(re.findall(r'`([^`]+)`', row))
@@ -53,7 +53,7 @@ def site_settings(monkeypatch, **environment):
   return runpy.run_path(str(DOCS / 'conf.py'))
 
 
-def test_site_links_to_the_configured_repository(monkeypatch):
+def test_the_site_links_to_a_repository_that_is_named(monkeypatch):
   page = ['[n](../notebooks/01.ipynb)\n    git clone URL jaxpost\n']
   named = site_settings(monkeypatch, JAXPOST_REPOSITORY='https://github.com/acme/post.git', JAXPOST_REVISION='v0.2.0')
   options = named['html_theme_options']
@@ -114,6 +114,6 @@ def test_a_stamped_notebook_clones_where_there_is_no_checkout(place, tmp_path, m
         exec(unstamped, {})
 
 
-def test_getting_started_lists_every_command():
+def test_every_command_is_listed():
   text = (DOCS / 'getting_started.md').read_text('utf-8').partition('## Commands')[2]
   assert set(re.findall(r'^\| `(\w+)` \|', text, re.M)) == set(VERBS)

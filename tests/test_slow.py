@@ -11,7 +11,7 @@ import slow
 LIMIT = 2220
 
 
-def test_costliest_tests_do_not_run_in_ci():
+def test_the_costliest_do_not_run_in_ci():
   listed = {'f.py::a[x]': 9.0, 'f.py::a[y]': 8.0, 'f.py::a[z]': 4.0, 'f.py::b': 90.0, 'g.py::a[x]': 3.0}
   assert slow.nightly(listed) == {'f.py::a[x]', 'f.py::a[y]', 'f.py::b'}
   shared_cost = {'f.py::c[x]': 90.0, 'f.py::c[y]': 0.0, 'f.py::c[z]': 9.0}
@@ -22,7 +22,7 @@ def test_costliest_tests_do_not_run_in_ci():
   assert slow.nightly(listed) == {'f.py::a[x]', 'f.py::a[z]', 'f.py::b'}
 
 
-def test_listed_seconds_of_ci_are_below_the_limit():
+def test_ci_ends_in_time():
   listed = slow.read()
   assert sum(listed[test] for test in set(listed) - slow.nightly(listed)) < LIMIT
 

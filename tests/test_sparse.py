@@ -13,7 +13,7 @@ import tiny
 
 from jaxpost.errors import InputError
 from jaxpost.formats import config_export, config_json
-from jaxpost.models import attention_xla, layers, partition, sparse_attention, transformer
+from jaxpost.models import attention_xla, layers, sparse_attention, transformer
 from jaxpost.models import model as model_lib
 
 TOP = tiny.sparse().index_topk
@@ -79,9 +79,9 @@ def test_long_rows_and_remat_are_short_rows_in_a_row(monkeypatch):
   jax.tree.map(
     lambda a, b: np.testing.assert_array_less(tiny.largest(a - b), 1e-4 * tiny.largest(b) + 1e-9), again, grads
   )
-  frozen = partition.freeze(model, '').frozen
+  frozen = model_lib.freeze(model, '').frozen
   assert frozen == {path for path in model.table if '/index_' in path}
-  assert not any(np.any(g) for g in partition.split(grads, partition.freeze(model, ''))[1]['layers'].values())
+  assert not any(np.any(g) for g in model_lib.split(grads, model_lib.freeze(model, ''))[1]['layers'].values())
 
 
 @pytest.mark.parametrize('pages', [0, 4])
@@ -115,7 +115,7 @@ def test_adapters_and_quantized_bases(tmp_path, quantized):
 
 def test_adapters_of_the_indexer_are_refused():
   with pytest.raises(InputError, match='matches dense/index_q; routers and indexers have no adapters'):
-    partition.build(tiny.sparse(lora=(2, 5.0, False, 'index_q|o')))
+    model_lib.build(tiny.sparse(lora=(2, 5.0, False, 'index_q|o')))
 
 
 def test_a_resumed_run_is_the_same_to_the_bit_and_keeps_the_indexer(folder, tmp_path):

@@ -116,7 +116,7 @@ def test_skypilot_task_has_resources_recovery_and_command():
   assert words[-len(WORDS) :] == WORDS
 
 
-def test_colab_notebook_is_valid_python():
+def test_colab_is_python():
   text = job('colab')
   plain = '\n'.join('' if line[:1] in '!%' else line for line in text.splitlines())
   ast.parse(plain)
@@ -269,7 +269,7 @@ def test_dry_run_prints_the_job():
   assert '#SBATCH --nodes=3' in done.stdout
 
 
-def test_missing_program_of_the_platform_is_named(monkeypatch):
+def test_a_program_that_is_not_there_is_named(monkeypatch):
   monkeypatch.setenv('PATH', '/nowhere')
   done = submit('slurm', '--', *WORDS)
   assert done.returncode == 2 and 'sbatch: is not on this machine' in done.stderr, done.stderr

@@ -1,4 +1,4 @@
-"""Suites of launch.evaluate: tiny files of each format, verdicts by hand."""
+"""`launch.evaluate --suite`: GSM8K, MATH, IFEval and multiple choice on tiny files, with verdicts made by hand."""
 
 import json
 import math
@@ -20,7 +20,8 @@ from jaxpost.rewards.pool import RewardPool
 from jaxpost.tools import choices, completions, inference, score_dataset, scoring, suites
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
-ASKED = {
+# A row in the format of each suite.
+ROWS = {
   'gsm8k': {'question': '1+1?', 'answer': 'It is 2.\n#### 2'},
   'math500': {'problem': 'What is $1+1$?', 'answer': '2', 'solution': r'\boxed{2}', 'subject': 'x'},
   'ifeval': {
@@ -52,24 +53,24 @@ def write(path, *rows):
 
 
 @pytest.mark.parametrize('name', ['gsm8k', 'ifeval'])
-def test_suites_that_sample(name, weights, tmp_path):
-  data = write(tmp_path / 'd.jsonl', ASKED[name], ASKED[name])
+def test_sampling_suite_grades_its_completions(name, weights, tmp_path):
+  data = write(tmp_path / 'd.jsonl', ROWS[name], ROWS[name])
   draws = completions.Draws(n=1, max_new_tokens=4, temperature=0.0)
-  found = suites.measure(name, weights, data, str(tmp_path / 'out'), draws, size=1)
-  assert found['suite'] == name and found['count'] == 1 and found['pass@1'] in (0.0, 1.0)
+  summary = suites.measure(name, weights, data, str(tmp_path / 'out'), draws, size=1)
+  assert summary['suite'] == name and summary['count'] == 1 and summary['pass@1'] in (0.0, 1.0)
   (row,) = (json.loads(line) for line in (tmp_path / 'out/completions.jsonl').read_text().splitlines())
   text = row['completions'][0]
   right = {'gsm8k': '2' in text, 'ifeval': ',' not in text}[name]
-  assert found['pass@1'] == right
+  assert summary['pass@1'] == right
 
 
-def test_math_is_asked_for_a_box(tmp_path):
-  """Its reward needs the extra [math]; the prompt is that of training."""
-  row = score_dataset.read(write(tmp_path / 'd.jsonl', ASKED['math500']), map_fn=suites.SUITES['math500'].map)[0]
+def test_math_prompt_asks_for_a_box(tmp_path):
+  """Only the prompt is tested, which is that of training, as the reward needs the extra [math]."""
+  row = score_dataset.read(write(tmp_path / 'd.jsonl', ROWS['math500']), map_fn=suites.SUITES['math500'].map)[0]
   assert r'\boxed{}' in row['prompt'][0]['content'] and row['answer'] == '2'
 
 
-def test_instructions_that_are_added_are_said(tmp_path, capsys):
+def test_instructions_added_to_the_prompt_are_reported(tmp_path, capsys):
   (tmp_path / 'd.jsonl').write_text('{"question": "1+1=", "answer": "2"}\n')
   path = str(tmp_path / 'd.jsonl')
   assert '####' in score_dataset.read(path)[0]['prompt'][0]['content']
@@ -79,7 +80,7 @@ def test_instructions_that_are_added_are_said(tmp_path, capsys):
 
 
 def log_prob(weights, text, answer):
-  """By a whole forward pass in float32."""
+  """The log-prob of `answer` after `text`, by a forward pass over both in float32."""
   model, tokens = weights.inputs.model, weights.inputs.tokenizer
   head, tail = tokens.encode(text), tokens.encode(answer)
   ids = jnp.array([head + tail])
@@ -93,51 +94,51 @@ def log_prob(weights, text, answer):
   return float(sum(scores[len(head) - 1 + i, token] for i, token in enumerate(tail)))
 
 
-def test_choices_have_their_log_probs(weights):
+def test_choices_are_scored_by_log_probs_of_the_model(weights):
   rows = [
-    ASKED['choices'],
+    ROWS['choices'],
     {'question': 'A much longer question ' * 4, 'choices': ['yes', 'no', 'why not'], 'answer': 'B'},
   ]
-  asked = [choices.question(row, 'x', letters=False) for row in rows]
-  examples = [e for q in asked for e in choices._examples(q, weights.inputs.tokenizer)]
-  found = [s.logprobs.sum() for s in scoring.Scorer(weights)(examples)]
-  wanted = []
-  for q in asked:
+  questions = [choices.question(row, 'x', letters=False) for row in rows]
+  examples = [e for q in questions for e in choices._examples(q, weights.inputs.tokenizer)]
+  actual = [s.logprobs.sum() for s in scoring.Scorer(weights)(examples)]
+  expected = []
+  for q in questions:
     prompt, _ = weights.inputs.tokenizer.render_chat([{'role': 'user', 'content': q.prompt}], generation_prompt=True)
-    wanted += [log_prob(weights, prompt, answer) for answer in q.answers]
-  np.testing.assert_allclose(found, wanted, rtol=0.02)
-  right = [max(range(2), key=found[:2].__getitem__) == 0, max(range(3), key=found[2:].__getitem__) == 1]
-  assert choices.measure(weights, asked)['accuracy'] == np.mean(right)
+    expected += [log_prob(weights, prompt, answer) for answer in q.answers]
+  np.testing.assert_allclose(actual, expected, rtol=0.02)
+  right = [max(range(2), key=actual[:2].__getitem__) == 0, max(range(3), key=actual[2:].__getitem__) == 1]
+  assert choices.measure(weights, questions)['accuracy'] == np.mean(right)
 
 
-def test_subjects_and_bytes(weights, monkeypatch):
-  """A long answer loses by its sum and wins by its bytes."""
+def test_accuracy_by_subject_and_by_bytes(weights, monkeypatch):
+  """The right answer is longer: its log-prob is lower, but higher if divided by its bytes."""
   sums = [scoring.TextScore(np.array([x]), None, None) for x in (-3.0, -4.0, -1.0, -2.0)]
   monkeypatch.setattr(scoring, 'Scorer', lambda weights: lambda examples, where: iter(sums))
   rows = [{'question': 'q', 'choices': ['a', 'bbbb'], 'answer': 1, 'subject': s} for s in ('x', 'y')]
-  found = choices.measure(weights, [choices.question(row, 'w', False) for row in rows])
-  assert found == {'accuracy': 0.0, 'accuracy_by_bytes': 1.0, 'count': 2, 'accuracy/x': 0.0, 'accuracy/y': 0.0}
+  summary = choices.measure(weights, [choices.question(row, 'w', False) for row in rows])
+  assert summary == {'accuracy': 0.0, 'accuracy_by_bytes': 1.0, 'count': 2, 'accuracy/x': 0.0, 'accuracy/y': 0.0}
 
 
-def test_answers_are_numbers_letters_or_texts():
+def test_answer_may_be_number_letter_or_text_of_a_choice():
   for answer, right in ((1, 1), ('B', 1), ('c', 2), ('5', 3)):
-    assert choices.question({**ASKED['mmlu'], 'answer': answer}, 'x', True).right == right
-  shown = choices.question(ASKED['mmlu'], 'x', True)
+    assert choices.question({**ROWS['mmlu'], 'answer': answer}, 'x', True).right == right
+  shown = choices.question(ROWS['mmlu'], 'x', True)
   assert shown.prompt == 'Which is even?\nA. 1\nB. 2\nC. 3\nD. 5\nAnswer:' and shown.answers == ('A', 'B', 'C', 'D')
   for bad in (4, -1, True, 'E', 1.0, '', '  ', 'AB', 'BC', 'ABCD'):
     with pytest.raises(InputError, match='f.jsonl:3: answer'):
-      choices.question({**ASKED['mmlu'], 'answer': bad}, 'f.jsonl:3', True)
-  for row in ({'question': 'q'}, {**ASKED['mmlu'], 'answer': None}):
+      choices.question({**ROWS['mmlu'], 'answer': bad}, 'f.jsonl:3', True)
+  for row in ({'question': 'q'}, {**ROWS['mmlu'], 'answer': None}):
     with pytest.raises(InputError, match='want question, choices and answer; has no (choices|answer)'):
       choices.question(row, 'f.jsonl:3', True)
 
 
 @pytest.mark.parametrize('letters', [True, False])
-def test_choices_are_a_list_of_texts(letters):
-  """A CSV has one text, whose characters were the choices."""
+def test_choices_that_are_no_list_of_texts_are_refused(letters):
+  """A CSV has one text, whose characters must not become the choices."""
   for bad in ('["a", "b"]', 'AB', ['a'], [], {'text': ['a', 'b']}, 3):
     with pytest.raises(InputError, match='f.csv:3: choices: .*: want a list of two or more texts'):
-      choices.question({**ASKED['mmlu'], 'choices': bad}, 'f.csv:3', letters)
+      choices.question({**ROWS['mmlu'], 'choices': bad}, 'f.csv:3', letters)
   for bad, words in (
     (['a', ''], 'is empty'),
     (['a', None], 'is null'),
@@ -145,9 +146,10 @@ def test_choices_are_a_list_of_texts(letters):
     (['a', ['b']], 'list'),
   ):
     with pytest.raises(InputError, match=rf'f.csv:3: choices\[1\]: .*{words}'):
-      choices.question({**ASKED['mmlu'], 'choices': bad}, 'f.csv:3', letters)
+      choices.question({**ROWS['mmlu'], 'choices': bad}, 'f.csv:3', letters)
 
 
+# Instruction -> (its arguments, an answer that follows it, one that does not).
 GOOD_AND_BAD = {
   'keywords:existence': (dict(keywords=['red', 'fox']), 'A Red fox.', 'A reddish fox.'),
   'keywords:forbidden_words': (dict(forbidden_words=['no']), 'none', 'No.'),
@@ -187,28 +189,28 @@ def test_every_check_has_a_case():
 
 
 @pytest.mark.parametrize('name', GOOD_AND_BAD)
-def test_instructions(name):
-  given, good, bad = GOOD_AND_BAD[name]
-  given = given | {'of_others': None}  # data files have all arguments of all instructions, most of them null
-  found = ifeval.ifeval([good, bad], instruction_id_list=[[name]] * 2, kwargs=[[given]] * 2)
-  assert found == [1.0, 0.0]
+def test_ifeval_instruction_accepts_good_and_rejects_bad_answer(name):
+  arguments, good, bad = GOOD_AND_BAD[name]
+  arguments = arguments | {'of_others': None}  # data files have all arguments of all instructions, most of them null
+  rewards = ifeval.ifeval([good, bad], instruction_id_list=[[name]] * 2, kwargs=[[arguments]] * 2)
+  assert rewards == [1.0, 0.0]
 
 
-def test_all_instructions_count_and_unknown_ones_give_no_verdict():
+def test_answer_must_follow_all_instructions_and_unknown_instruction_gives_none():
   ids = ['punctuation:no_comma', 'startend:quotation']
-  found = ifeval.ifeval(['"a"', '"a, b"', 'a'], instruction_id_list=[ids] * 3, kwargs=[[{}, {}]] * 3)
-  assert found == [1.0, 0.0, 0.0]
+  rewards = ifeval.ifeval(['"a"', '"a, b"', 'a'], instruction_id_list=[ids] * 3, kwargs=[[{}, {}]] * 3)
+  assert rewards == [1.0, 0.0, 0.0]
   assert ifeval.ifeval(['x'], instruction_id_list=[['language:response_language']], kwargs=[[{'language': 'de'}]]) == [
     None
   ]
 
 
-def test_the_reward_has_a_name():
+def test_ifeval_is_a_builtin_reward():
   with RewardPool('ifeval', workers=1) as pool:
     pool.check(['prompt', 'instruction_id_list', 'kwargs'])
 
 
-def test_mistakes_are_one_line(weights, tmp_path):
+def test_unknown_suite_and_missing_columns_are_refused(weights, tmp_path):
   with pytest.raises(InputError, match="did you mean 'gsm8k'.*known: gsm8k"):
     suites.find('gms8k')
   data = write(tmp_path / 'd.jsonl', {'text': 'x'})
@@ -216,17 +218,17 @@ def test_mistakes_are_one_line(weights, tmp_path):
     suites.measure('mmlu', weights, data, '', completions.Draws())
 
 
-def test_the_command(folder, tmp_path):
-  data = write(tmp_path / 'd.jsonl', *[ASKED['mmlu']] * 3)
+def test_evaluate_command_prints_the_summary(folder, tmp_path):
+  data = write(tmp_path / 'd.jsonl', *[ROWS['mmlu']] * 3)
   command = [sys.executable, '-m', 'launch.evaluate', f'--model={folder}', '--suite=mmlu', f'--data={data}', '--size=2']
   done = subprocess.run(command, capture_output=True, text=True, cwd=CLONE, env=children.environment())
   assert done.returncode == 0, done.stderr[-2000:]
-  found = json.loads(done.stdout)
-  assert found['suite'] == 'mmlu' and found['count'] == 2 and math.isfinite(found['accuracy/math'])
+  summary = json.loads(done.stdout)
+  assert summary['suite'] == 'mmlu' and summary['count'] == 2 and math.isfinite(summary['accuracy/math'])
 
 
 @pytest.mark.parametrize('args, words', [(['--suite=mmlu'], '--data'), (['--suite=mmlu', '--reward=x'], '--suite')])
-def test_flags_that_do_not_go_together(args, words, folder):
+def test_incompatible_flags_are_refused(args, words, folder):
   command = [sys.executable, '-m', 'launch.evaluate', f'--model={folder}', *args]
   done = subprocess.run(command, capture_output=True, text=True, cwd=CLONE, env=children.environment())
   assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1

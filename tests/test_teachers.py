@@ -1,4 +1,4 @@
-"""On-policy distillation from several teachers: by weight, by the source of a prompt, beside rewards."""
+"""Tests of on-policy distillation from several teachers, by weight and by source of the prompt, with rewards."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ SOURCES = ('sums?teachers=0+2', 'chat?teachers=1')
 
 @pytest.fixture(scope='module')
 def folders(tmp_path_factory):
-  """A student and three teachers, of other shapes or other weights."""
+  """Returns the folders of a student and three teachers with other shapes or weights."""
   path = tmp_path_factory.mktemp('models')
   shapes = dict(student={}, zero=dict(num_layers=2), one=dict(hidden_size=32), two=dict(initializer_range=0.3))
   return {name: tiny.folder(path / name, **shape) for name, shape in shapes.items()}
@@ -44,32 +44,32 @@ def run_config(folders, path, **over):
   return tiny.grpo_config(folders['student'], **tiny.merged(base, over))
 
 
-def test_weights_by_hand():
-  """In float64: w_i / (sum of the w of the prompt's teachers), for every sequence of the prompt."""
-  draw = np.random.default_rng(0)
-  logprobs = -draw.uniform(0, 5, (3, 6, 4)).astype(np.float32)  # 3 teachers, 3 prompts with 2 samples, 4 tokens
+def test_combined_logprobs_are_the_weighted_mean_of_the_teachers_of_the_source():
+  """In float64, each teacher has the weight w_i / (sum of w of all teachers of the prompt)."""
+  random = np.random.default_rng(0)
+  logprobs = -random.uniform(0, 5, (3, 6, 4)).astype(np.float32)  # 3 teachers, 3 prompts with 2 samples, 4 tokens
   sources = ({'name': 'a', 'teachers': [0, 2]}, {'name': 'b', 'teachers': [1]}, {})
   prompts = tuple(Prompt(n, np.zeros(1, np.int32), '', {}, source) for n, source in enumerate(sources))
   empty = np.zeros((6, 4), np.float32)
   rollout = Rollout(prompts, empty.astype(int), np.full(6, 4), empty, empty, np.full(6, True))
 
-  def found(weights):
-    return teachers.combine(logprobs, rollout, types.SimpleNamespace(distill=dict_of(weights)))
+  def combined(weights):
+    return teachers.combine(logprobs, rollout, types.SimpleNamespace(distill=distill_section(weights)))
 
-  def dict_of(weights):
+  def distill_section(weights):
     return types.SimpleNamespace(teachers=('x', 'y', 'z'), weights=weights)
 
   one, two, three = np.float64(logprobs)
-  wanted = np.concatenate(
+  expected = np.concatenate(
     [(0.5 * one + 1.0 * three)[:2] / 1.5, two[2:4], (0.5 * one + 2.0 * two + 1.0 * three)[4:] / 3.5]
   )
-  np.testing.assert_allclose(found(WEIGHTS), wanted, rtol=1e-6)
+  np.testing.assert_allclose(combined(WEIGHTS), expected, rtol=1e-6)
   equal = np.concatenate([(one + three)[:2] / 2, two[2:4], (one + two + three)[4:] / 3])
-  np.testing.assert_allclose(found(()), equal, rtol=1e-6)
+  np.testing.assert_allclose(combined(()), equal, rtol=1e-6)
 
 
-def by_hand(config, rollout):
-  """sum_i w_i log T_i of each sampled token, [N, C] float64, with the weights of its source."""
+def expected_logprobs(config, rollout):
+  """Returns sum_i w_i log T_i of each sampled token, [N, C] float64, with the teachers of its source."""
   size = len(rollout.lengths) // len(rollout.prompts)
   out = np.zeros(rollout.completions.shape)
   for i, folder in enumerate(config['distill']['teachers']):
@@ -77,16 +77,16 @@ def by_hand(config, rollout):
     params = hf.load_params(folder, model, model.shardings(tiny.one_device()), 'float32')
     for k, answer in enumerate(rollout.completions):
       prompt, answer = rollout.prompts[k // size], answer[: rollout.lengths[k]]
-      mine = {'sums': (0, 2), 'chat': (1,)}[prompt.source['name']]
-      if i in mine:
+      teachers_of_source = {'sums': (0, 2), 'chat': (1,)}[prompt.source['name']]
+      if i in teachers_of_source:
         logits = np.float64(tiny.logits(model, params, np.concatenate([prompt.tokens, answer])[None])[0])
         logits = logits[len(prompt.tokens) - 1 : -1]
         logp = logits[np.arange(len(answer)), answer] - np.log(np.exp(logits).sum(axis=1))
-        out[k, : len(answer)] += WEIGHTS[i] / sum(WEIGHTS[j] for j in mine) * logp
+        out[k, : len(answer)] += WEIGHTS[i] / sum(WEIGHTS[j] for j in teachers_of_source) * logp
   return out
 
 
-def test_advantages_are_those_of_the_rewards_and_of_the_teachers_of_the_source(folders, tmp_path):
+def test_advantages_add_rewards_and_the_teachers_of_the_source(folders, tmp_path):
   """A = (r - mean) / (std + eps) + kl_coef (sum_i w_i log T_i - log pi)."""
   config = run_config(folders, tmp_path)
   _, stream = jaxpost.policy_and_stream(config)
@@ -94,17 +94,19 @@ def test_advantages_are_those_of_the_rewards_and_of_the_teachers_of_the_source(f
     item = next(stream)
   finally:
     stream.close()
-  given, rollout = item.experience, item.experience.rollout
+  experience, rollout = item.experience, item.experience.rollout
   assert {prompt.source['name'] for prompt in rollout.prompts} == {'sums', 'chat'}
-  wanted = by_hand(config, rollout)
-  np.testing.assert_allclose(given.arrays['ref_logprobs'], wanted, rtol=1e-5, atol=2e-5)
-  assert np.abs(wanted - given.arrays['old_logprobs']).max() > 0.1
-  rewards = given.rewards.reshape(4, 4)
-  of_rewards = (rewards - rewards.mean(axis=1, keepdims=True)) / (rewards.std(axis=1, ddof=1, keepdims=True) + 1e-6)
-  advantages = of_rewards.reshape(-1, 1) + 0.5 * (wanted - given.arrays['old_logprobs'])
-  np.testing.assert_allclose(item.credit.arrays['advantages'], advantages * given.mask, rtol=1e-4, atol=5e-5)
+  expected = expected_logprobs(config, rollout)
+  np.testing.assert_allclose(experience.arrays['ref_logprobs'], expected, rtol=1e-5, atol=2e-5)
+  assert np.abs(expected - experience.arrays['old_logprobs']).max() > 0.1
+  rewards = experience.rewards.reshape(4, 4)
+  reward_advantages = (rewards - rewards.mean(axis=1, keepdims=True)) / (
+    rewards.std(axis=1, ddof=1, keepdims=True) + 1e-6
+  )
+  advantages = reward_advantages.reshape(-1, 1) + 0.5 * (expected - experience.arrays['old_logprobs'])
+  np.testing.assert_allclose(item.credit.arrays['advantages'], advantages * experience.mask, rtol=1e-4, atol=5e-5)
   assert item.info['kl'] == pytest.approx(
-    ((given.arrays['old_logprobs'] - wanted) * given.mask).sum() / given.mask.sum()
+    ((experience.arrays['old_logprobs'] - expected) * experience.mask).sum() / experience.mask.sum()
   )
 
 
@@ -117,16 +119,16 @@ def test_a_run_resumes_bit_for_bit(folders, tmp_path):
   shutil.rmtree(tmp_path / 'again/export')
   jaxpost.run(config, tmp_path / 'again', QUIET)
 
-  def facts(name):
+  def rows_and_weights(name):
     (weights,) = (tmp_path / name / 'export').rglob('*.safetensors')
     return metrics.comparable_rows(tmp_path / name / 'metrics.jsonl'), weights.read_bytes()
 
-  whole, again = facts('whole'), facts('again')
+  whole, resumed = rows_and_weights('whole'), rows_and_weights('again')
   assert [row['step'] for row in whole[0] if row['split'] == 'train'] == [1, 2, 3, 4]
-  assert whole == again
+  assert whole == resumed
 
 
-def test_without_rewards_one_completion_is_enough(folders, tmp_path):
+def test_group_size_1_works_without_rewards(folders, tmp_path):
   config = run_config(folders, tmp_path, reward='', rollout=dict(group_size=1), train=dict(steps=1))
   config['rl']['kl_coef'] = 1.0
   jaxpost.run(config, tmp_path / 'run', QUIET)
@@ -143,11 +145,11 @@ def test_without_rewards_one_completion_is_enough(folders, tmp_path):
     (dict(distill=dict(teachers=())), 'config.rl.reference: is empty; name the teacher'),
   ],
 )
-def test_what_does_not_go_together_is_refused(over, message):
+def test_incompatible_distillation_options_are_refused(over, message):
   fields = tiny.merged(dict(algorithm='opd', reward='x', distill=dict(teachers=('a', 'b'))), over)
-  found = algorithms.load_algorithm('opd')
+  method = algorithms.load_algorithm('opd')
   with pytest.raises(InputError, match=message):
-    found.check(config_lib.resolve(next(iter(config_lib.parse(fields).values())), found.defaults))
+    method.check(config_lib.resolve(next(iter(config_lib.parse(fields).values())), method.defaults))
 
 
 @pytest.mark.parametrize(

@@ -138,10 +138,10 @@ class _Board:
   def row(self, step: int, split: str, values: Mapping[str, Any]) -> None:
     names = SHOWN
     if split != 'train':
-      from jaxpost.monitor import titles
+      from jaxpost.monitor import display
 
-      others = [k for k in values if not is_clock_key(k) and k not in SHOWN and not titles.says_nothing_new(k, values)]
-      names = SHOWN | {k: titles.title(k) for k in others}
+      others = [k for k in values if not is_clock_key(k) and k not in SHOWN and not display.says_nothing_new(k, values)]
+      names = SHOWN | {k: display.title(k) for k in others}
     shown = '  '.join(f'{name} {short_number(values[key])}' for key, name in names.items() if key in values)
     if split != 'train':
       self.line(f'{self._stage} {step} {split}  {shown}', 'bold')

@@ -17,7 +17,7 @@ from etils import epath
 from rich import markup
 
 from jaxpost.errors import InputError
-from jaxpost.monitor import curves, metrics, titles
+from jaxpost.monitor import display, metrics
 from jaxpost.monitor.metrics import ROW_KEYS, is_clock_key, read_growing, read_rows
 from jaxpost.storage import object_store, seals
 
@@ -90,7 +90,7 @@ def figures(rows: Sequence[Mapping]) -> dict[str, float]:
     train, held_out = splits['train'], _held_out(splits)
     in_train = _keys(train)
     out[f'steps/{stage}'] = max(row['step'] for row in train + held_out)
-    for key in curves.HEADLINES:
+    for key in display.HEADLINES:
       recent = _recent(train, key)
       if recent is not None and key not in ('lr', 'grad_norm'):
         out[f'{key}/{stage}'] = recent
@@ -100,7 +100,7 @@ def figures(rows: Sequence[Mapping]) -> dict[str, float]:
         if key not in ROW_KEYS:
           prefix = 'eval_' if key in in_train else ''
           out[f'{prefix}{key}/{stage}'] = row[key]
-  headlines = [f'{key}/{stage}' for stage in stages for key in curves.HEADLINES]
+  headlines = [f'{key}/{stage}' for stage in stages for key in display.HEADLINES]
   return {k: out[k] for k in [*headlines, *out] if k in out}
 
 
@@ -125,14 +125,14 @@ def _charts(splits: Mapping[str, list[dict]], algorithm: str, budget: int) -> li
   keys = {key for key in keys if not key.startswith('time/')}
   max_points = max(12, min(150, budget // max(1, len(keys))))
   charts = []
-  important = curves.chosen(algorithm, keys)
+  important = display.chosen(algorithm, keys)
   for key in important + sorted(keys.difference(important)):
     series = {
       split: [(row['step'], _shown(key, row[key])) for row in rows if key in row] for split, rows in splits.items()
     }
     is_zero = all(value == 0 for points in series.values() for _, value in points)
-    is_known = all(titles.says_nothing_new(key, row) for rows in splits.values() for row in rows if key in row)
-    if chart := curves.chart(key, series, max_points):
+    is_known = all(display.says_nothing_new(key, row) for rows in splits.values() for row in rows if key in row)
+    if chart := display.chart(key, series, max_points):
       charts.append(chart | {'folded': is_zero or is_known or key in in_train and key not in important})
   return charts
 
@@ -194,16 +194,16 @@ def _cards(
   """
   train = splits['train']
   final = {name.removesuffix(f'/{stage}'): value for name, value in values.items() if name.endswith(f'/{stage}')}
-  judged = {key: _recent(train, key) for key in curves.judged_by(algorithm, _keys(train) - final.keys())}
+  judged = {key: _recent(train, key) for key in display.judged_by(algorithm, _keys(train) - final.keys())}
   known = final | judged
-  final |= {key: x for key, x in judged.items() if x is not None and not titles.says_nothing_new(key, known)}
-  chosen = curves.chosen(algorithm, {key.removeprefix('eval_') for key in final})
+  final |= {key: x for key, x in judged.items() if x is not None and not display.says_nothing_new(key, known)}
+  chosen = display.chosen(algorithm, {key.removeprefix('eval_') for key in final})
   ordered = [key for metric in chosen for key in (metric, f'eval_{metric}') if key in final]
   cards = []
   for key in dict.fromkeys([*ordered, *final]):
     metric = key.removeprefix('eval_')
     history = _values(train, key) or _values(_held_out(splits), metric)
-    is_informative = key in curves.HEADLINES or final[key] or any(history)
+    is_informative = key in display.HEADLINES or final[key] or any(history)
     if metric.startswith('time/') or key == 'steps' or not is_informative:
       continue
     has_first = history and key not in _TOTALS and not is_clock_key(metric)
@@ -218,7 +218,7 @@ def terminal_summary(workdir: epath.PathLike, rows: Sequence[Mapping], console: 
   caption = 'Means of the last 10 steps; time of a step: of all steps but the first.'
   table = rich.table.Table('', *map(markup.escape, stages), caption=caption)
   for key in dict.fromkeys(k.rpartition('/')[0] for k in values if not is_repeated(k, values)):
-    table.add_row(markup.escape(titles.title(key)), *(number(values.get(f'{key}/{stage}', '')) for stage in stages))
+    table.add_row(markup.escape(display.title(key)), *(number(values.get(f'{key}/{stage}', '')) for stage in stages))
   for key in ('reward', 'loss'):
     lines = [_sparkline(_values(splits['train'], key)) for splits in stages.values()]
     if any(lines):
@@ -237,14 +237,14 @@ def is_repeated(name: str, values: Mapping[str, Any]) -> bool:
   key, _, stage = name.rpartition('/')
   of_stage = {k.rpartition('/')[0]: v for k, v in values.items() if k.endswith(f'/{stage}')}
   if not key.startswith('eval_'):
-    return titles.says_nothing_new(key, of_stage)
+    return display.says_nothing_new(key, of_stage)
   key = key.removeprefix('eval_')
   of_stage |= {k.removeprefix('eval_'): v for k, v in of_stage.items() if k.startswith('eval_')}
-  return key.startswith('time/') or titles.says_nothing_new(key, of_stage)
+  return key.startswith('time/') or display.says_nothing_new(key, of_stage)
 
 
 def _sparkline(values: list[float]) -> str:
-  values = curves.pick(curves.smooth(values), 24)
+  values = display.pick(display.smooth(values), 24)
   low, high = min(values, default=0), max(values, default=0)
   return ''.join('▁▂▃▄▅▆▇█'[int(7.99 * (v - low) / (high - low or 1))] for v in values)
 
@@ -338,7 +338,7 @@ def _config_flags(words: list[str]) -> tuple[str, dict[str, str]]:
 
 def _title(key: str) -> str:
   """Returns the title of a value as the page shows it, see `_shown`."""
-  return titles.title(key) + (' minus 1' if key.removeprefix('eval_') == 'sampler_mismatch' else '')
+  return display.title(key) + (' minus 1' if key.removeprefix('eval_') == 'sampler_mismatch' else '')
 
 
 def _template() -> jinja2.Template:

@@ -82,9 +82,9 @@ class Timeline:
 
   def doing(self) -> str:
     """Returns what the host is doing, such as 'grpo 3/40: sampling (5 s)'; called by another thread."""
-    from jaxpost.monitor import titles
+    from jaxpost.monitor import display
 
-    phases = [titles.title(f'time/{phase}').removeprefix('Seconds ') for phase in self._open[-1:]]
+    phases = [display.title(f'time/{phase}').removeprefix('Seconds ') for phase in self._open[-1:]]
     return f'{": ".join([self.place, *phases])} ({time.perf_counter() - self._mark:.0f} s)'
 
   # ----------------------------------------------------------------- devices

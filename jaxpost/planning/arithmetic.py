@@ -18,7 +18,8 @@ from jaxpost.errors import InputError
 from jaxpost.hardware import chips
 from jaxpost.losses import head_chunk
 from jaxpost.matmul import WHOLE_ROW_KERNELS, compute_for
-from jaxpost.models import partition, transformer
+from jaxpost.models import model as model_lib
+from jaxpost.models import transformer
 from jaxpost.models.attention_kernels import BRANCHES
 from jaxpost.planning import held, meshes, sampling_arithmetic, traffic_bound
 from jaxpost.planning.case import FLOAT, Case
@@ -146,7 +147,7 @@ def _activations(case: Case) -> dict[str, float]:
   """Returns the bytes of gradients and activations in an update, at its peak: in a layer or at the head."""
   model, cfg = case.inputs.model, case.cfg
   residual = jnp.dtype(case.compute.residual).itemsize
-  gradients = FLOAT * held.elements(partition.trained_part(model), case.train)
+  gradients = FLOAT * held.elements(model_lib.trained_part(model), case.train)
   if case.shape.micro_rows < case.shape.update_rows:  # accumulated ones, and those of the micro-batch
     gradients *= 2
   width = cfg.hidden_size if case.compute.remat == 'full' else _saved_width(case)
@@ -211,7 +212,7 @@ def _memory_traffic(case: Case, passes: float) -> float:
 def _update_seconds(case: Case, state: float) -> float:
   """Returns the seconds of a micro-batch, with its share of the optimizer step over `state` bytes of its state."""
   model = case.inputs.model
-  trained_elements = held.elements(partition.trained_part(model), case.train)
+  trained_elements = held.elements(model_lib.trained_part(model), case.train)
   num_micro_batches = case.shape.update_rows / case.shape.micro_rows
   optimizer = 2 * (state + trained_elements * 2 * FLOAT) / num_micro_batches
   recomputed = _RECOMPUTED[case.compute.remat]

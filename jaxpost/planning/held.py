@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpost.hardware import memory as memory_lib
-from jaxpost.models import partition
+from jaxpost.models import model as model_lib
 from jaxpost.models.parameters import nest
 from jaxpost.programs import train as programs
 from jaxpost.stage import assemble, critic_weights, frozen_roles, load_weights
@@ -33,7 +33,7 @@ def optimizer(inputs: Inputs, layout: Layout, dtype: str, role: str = 'policy', 
     dtype: of matrix products.
     model: of the role; None: the policy's.
   """
-  part = partition.trained_part(model or inputs.model)
+  part = model_lib.trained_part(model or inputs.model)
   transformation, _ = assemble.make_optimizer(inputs, role, part, dtype)
   params = nest({path: jax.ShapeDtypeStruct(x.shape, jnp.float32) for path, x in part.table.items()})
   shardings = programs.state_shardings(part, transformation, layout).opt_state
@@ -50,7 +50,7 @@ def memory(case: Case) -> dict[str, float]:
   )
   if 'critic' in inputs.sources:
     model, shares = critic_weights.model_of(inputs)
-    critic_part = partition.trained_part(model) if shares else model
+    critic_part = model_lib.trained_part(model) if shares else model
     states = optimizer(inputs, train, case.compute.dtype, 'critic', model)
     out['critic'] = memory_lib.size(load_weights.described(critic_part, train, dtype)) + states
   if frozen_bytes := teacher_heads(case) + (0.0 if inputs.config.mesh.score_devices else frozen(case)):

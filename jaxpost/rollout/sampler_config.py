@@ -74,9 +74,9 @@ def _check_lengths(cfg: ModelConfig, config: SamplerConfig):
   if limit and config.room > limit:
     rope_types = {dict(r.scaling).get('rope_type') for r in cfg.ropes}
     raise InputError(
-      f'config.rollout: max_prompt_length + max_new_tokens = {config.room}, but '
-      f'rope scaling {"".join(rope_types & set(rope.BY_LENGTH))} rotates keys '
-      f'differently once a sequence is longer than {limit}; lower them to that'
+      f'config.rollout: a sequence may have {config.room} tokens (max_prompt_length + max_new_tokens, or --max_context '
+      f'of a server), but rope scaling {"".join(rope_types & set(rope.BY_LENGTH))} rotates keys '
+      f'differently once a sequence is longer than {limit}; shorten the longest sequence to that'
     )
 
 

@@ -17,9 +17,10 @@ from etils import epath
 
 from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
-from jaxpost.stage import consistency, weight_sources
+from jaxpost.stage import config as config_lib
+from jaxpost.stage import weight_sources
 from jaxpost.storage import seals
-from jaxpost.storage.manifest import finished_steps
+from jaxpost.storage.manifest import finished_steps, is_finished
 
 if TYPE_CHECKING:
   from jaxpost.data.sources import Rows
@@ -33,11 +34,11 @@ def check_config(raw: dict) -> None:
   """Raises InputError if the processes differ in code or config."""
   versions = {'the version of jax': jax.__version__, 'the code of jaxpost': code()}
   check_same(versions, 'install the same version everywhere')  # before the config, whose fields the code defines
-  plain = consistency.spelled(raw)
+  plain = config_lib.spelled(raw)
   if len(set(coordination.all_gather(seals.fingerprint(plain)))) > 1:
     configs = coordination.all_gather(plain)
     for i, other in enumerate(configs):
-      for key, (first, value) in consistency.difference(configs[0], other).items():
+      for key, (first, value) in config_lib.difference(configs[0], other).items():
         raise InputError(
           f'config.{key}: {first!r} on process 0 and {value!r} on process {i}; start all with the same config'
         )
@@ -46,7 +47,7 @@ def check_config(raw: dict) -> None:
 def check_workdir(workdir: epath.Path, configs: dict) -> None:
   """Raises InputError if the processes see different files in the workdir."""
   saved = {name: finished_steps(workdir / 'checkpoints' / name) for name in configs}
-  contents = [consistency.is_finished(workdir, configs), saved]
+  contents = [is_finished(workdir, configs), saved]
   check_same({f'the content of {workdir}': contents}, 'give a --workdir that all processes share')
 
 

@@ -17,7 +17,7 @@ from etils import epath
 from jaxpost.data import loader
 from jaxpost.distributed import coordination, watchdog
 from jaxpost.loop import Stage
-from jaxpost.models import partition
+from jaxpost.models import model as model_lib
 from jaxpost.monitor import program_table
 from jaxpost.programs import train as programs
 from jaxpost.roles import Frozen, Policy, Roles, Trainable
@@ -231,8 +231,8 @@ def make_optimizer(inputs: Inputs, role: str, part: Model, dtype: str) -> tuple[
 def make_trainable(placed: PlacedStage, role: str, model: Model, params: dict) -> Trainable:
   """Makes the policy or the critic, with its optimizer state and its update and score programs."""
   objective, train = placed.objectives[role], placed.train
-  part = partition.trained_part(model)
-  params, fixed = partition.split(params, model)
+  part = model_lib.trained_part(model)
+  params, fixed = model_lib.split(params, model)
   optimizer, schedule = make_optimizer(placed.inputs, role, part, placed.compute.dtype)
   shardings = programs.state_shardings(part, optimizer, train)
 

@@ -1,4 +1,4 @@
-"""Reads the config of a run and checks it against the schema.
+"""Reads the config of a run, checks it against the schema, and compares configs.
 
 `defaults()` returns the nested dict that config files start from. `parse()` turns a user's config into one frozen
 `Config` per stage, or raises InputError with the key, the value and the fix.
@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import pathlib
 import re
@@ -100,6 +101,41 @@ def resolve(config: Config, defaults: Mapping) -> Config:
         changes[field.name] = value(config) if callable(value) else value
     config = dataclasses.replace(config, **{name: dataclasses.replace(section, **changes)})
   return config
+
+
+def spelled(value: Any) -> Any:
+  """Returns a config as it reads back from JSON; functions become their names, which are the same in every process."""
+
+  def to_json(item: Any) -> Any:
+    if dataclasses.is_dataclass(item):
+      return vars(item)
+    named = item if hasattr(item, '__qualname__') else type(item)
+    return f'{named.__module__}:{named.__qualname__}' if callable(item) else str(item)
+
+  return json.loads(json.dumps(value, default=to_json))
+
+
+def changes(raw: dict) -> dict[str, dict]:
+  """Returns {stage: {field: value}} of the fields that are not at their defaults."""
+  out = {}
+  for name, config in parse(raw).items():
+    changed = difference(Config(), config)
+    out[name] = {key: value for key, (_, value) in changed.items() if key != 'stages'}
+  return out
+
+
+def difference(old: Any, new: Any) -> dict[str, tuple]:
+  """Returns {dotted key: (old, new)} of the fields in which two configs, or parts of them, differ, as in JSON."""
+
+  def compare(old: Any, new: Any, prefix: str) -> dict[str, tuple]:
+    if not isinstance(old, dict) or not isinstance(new, dict):
+      return {} if old == new else {prefix[:-1]: (old, new)}
+    out: dict[str, tuple] = {}
+    for key in sorted({*old, *new}):
+      out |= compare(old.get(key), new.get(key), f'{prefix}{key}.')
+    return out
+
+  return compare(spelled(old), spelled(new), '')
 
 
 _SECRET = r'\w*(secret|password|passwd|credential|(api|access|private)_?key)\w*(?<!_env)'

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxpost.models import model as model_lib
-from jaxpost.models import partition
 from jaxpost.models.parameters import join, leaf, nest
 from jaxpost.stage import load_weights
 
@@ -34,9 +33,9 @@ def load(placed: PlacedStage, params: dict, workdir: epath.PathLike | None) -> t
     source = placed.inputs.sources['critic']
     return model, load_weights.load(source, model, layout, dtype, workdir, seed=config.seed, ledger=ledger)
   if ledger.dry:
-    trained = load_weights.described(partition.trained_part(model), layout, dtype)
+    trained = load_weights.described(model_lib.trained_part(model), layout, dtype)
   else:
-    adopted, _ = partition.split(partition.adopt(params, placed.model, model, layout, dtype), model)
+    adopted, _ = model_lib.split(model_lib.adopt(params, placed.model, model, layout, dtype), model)
     trained = jax.tree.map(jnp.copy, adopted)
   return model, join(trained, nest({path: leaf(params, path) for path in model.frozen}))
 
@@ -46,5 +45,5 @@ def model_of(inputs: Inputs) -> tuple[Model, bool]:
   policy, source = inputs.model, inputs.sources['critic']
   cfg = model_lib.with_scalar_head(source.config, policy.config.lora)
   # Without adapters all weights of the critic are trained, and quantized weights cannot be.
-  model = partition.frozen_base_model(cfg, policy.quantized if cfg.lora else '')
+  model = model_lib.frozen_base_model(cfg, policy.quantized if cfg.lora else '')
   return model, bool(model.frozen) and model.frozen <= policy.frozen and source == inputs.sources['policy']

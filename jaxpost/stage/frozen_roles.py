@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxpost.distributed import coordination, transfer
 from jaxpost.errors import InputError
-from jaxpost.models import partition
+from jaxpost.models import model as model_lib
 from jaxpost.models.parameters import join
 from jaxpost.programs import score, write_pieces
 from jaxpost.roles import Frozen, place
@@ -56,9 +56,9 @@ def make_frozen(placed: PlacedStage, name: str, params: dict, workdir: epath.Pat
   model, part = models_of(placed.inputs, name, layout == placed.train)
   shared: dict[str, Any] = {}  # frozen leaves of the policy, which the role reads without a copy
   if part is not model:
-    params, shared = partition.split(params, placed.model)
+    params, shared = model_lib.split(params, placed.model)
   if name == 'reference' and not config.rl.reference:
-    params = jax.tree.map(_send, params, part.shardings(layout))
+    params = _send(params, part.shardings(layout))
   elif part is not model:  # an adapter
     params = load_adapter(source, model, layout, ledger)
   else:
@@ -82,8 +82,8 @@ def models_of(inputs: Inputs, name: str, beside: bool) -> tuple[Model, Model]:
   shares = beside
   if name != 'reference' or inputs.config.rl.reference:  # otherwise it is the initial policy
     shares = beside and _shares_frozen_base(source, inputs)
-    model = partition.frozen_base_model(source.config, model.quantized) if shares else partition.build(source.config)
-  return model, partition.trained_part(model) if shares else model
+    model = model_lib.frozen_base_model(source.config, model.quantized) if shares else model_lib.build(source.config)
+  return model, model_lib.trained_part(model) if shares else model
 
 
 def _program(placed: PlacedStage, name: str, model: Model) -> Program:
@@ -116,7 +116,7 @@ def _shares_frozen_base(source: Source, inputs: Inputs) -> bool:
   unmerged = policy.config.lora in ((), inputs.model.config.lora)  # no other adapter was merged into the policy's base
   if not (is_adapter and same_base and unmerged):
     return False
-  shared = partition.frozen_base_model(source.config, inputs.model.quantized).frozen
+  shared = model_lib.frozen_base_model(source.config, inputs.model.quantized).frozen
   return shared <= inputs.model.frozen
 
 
@@ -127,7 +127,7 @@ def _below_adapter(source: Source) -> Source:
 
 def load_adapter(source: Source, model: Model, layout: Layout, ledger: Ledger | None) -> dict:
   """Loads the leaves of an adapter folder, without those of its base."""
-  part = partition.trained_part(model)
+  part = model_lib.trained_part(model)
   if ledger and ledger.dry:
     return load_weights.described(part, layout, 'float32')
   from jaxpost.formats import peft
@@ -138,20 +138,25 @@ def load_adapter(source: Source, model: Model, layout: Layout, ledger: Ledger | 
 def teacher_heads(placed: PlacedStage, teachers: Sequence[Frozen]) -> tuple[jax.Array, ...]:
   """Returns the output embeddings of teachers in the layout of training, padded for the student."""
   heads = tuple(teacher_head(teacher, placed.model.config) for teacher in teachers)
-  return tuple(_send(x, placed.train.sharding(('vocab', 'embed'), x.shape)) for x in heads)
+  return _send(heads, tuple(placed.train.sharding(('vocab', 'embed'), x.shape) for x in heads))
 
 
-def _send(x: Any, sharding: jax.sharding.Sharding) -> Any:
-  """Moves an array, or its description, to a sharding of any devices; a program may then take over its buffers."""
-  if isinstance(x, jax.ShapeDtypeStruct):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-  if coordination.process_count() == 1 or x.sharding.device_set == sharding.device_set:
+def _send(tree: Any, shardings: Any) -> Any:
+  """Moves arrays, or their descriptions, to shardings of any devices; programs may then take over their buffers."""
+
+  def send_one(x, sharding):
+    if isinstance(x, jax.ShapeDtypeStruct):
+      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    if coordination.process_count() > 1 and x.sharding.device_set != sharding.device_set:
+      old_parts, new_parts = ([*s.devices_indices_map(x.shape).values()] for s in (x.sharding, sharding))
+      if old_parts != new_parts:  # which `device_put` does not change between processes
+        return jax.make_array_from_callback(x.shape, sharding, transfer.to_host(x).__getitem__, dtype=x.dtype)
     return jax.device_put(x, sharding)
-  parts, wanted = ([*s.devices_indices_map(x.shape).values()] for s in (x.sharding, sharding))
-  if parts != wanted:  # which `device_put` does not do between processes
-    return jax.make_array_from_callback(x.shape, sharding, transfer.to_host(x).__getitem__, dtype=x.dtype)
-  sent = jax.block_until_ready(jax.device_put(x, sharding))
-  coordination.all_gather(None)  # a sender must keep its buffers until all receivers have read
+
+  sent = jax.tree.map(send_one, tree, shardings)
+  if coordination.process_count() > 1 and all(isinstance(x, jax.Array) for x in jax.tree.leaves(sent)):
+    jax.block_until_ready(sent)
+    coordination.all_gather(None)  # a sender must keep its buffers until all receivers have read
   return sent
 
 

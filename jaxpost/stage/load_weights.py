@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from jaxpost.errors import InputError
-from jaxpost.models import partition
+from jaxpost.models import model as model_lib
 from jaxpost.models.parameters import flatten, join, nest
 from jaxpost.programs import train as programs
 from jaxpost.programs.compile import Ledger
@@ -45,18 +45,18 @@ def load(
   if ledger and ledger.dry:
     return described(model, layout, dtype)
   seed = seed if source.seed is None else source.seed
-  stored = base_model = partition.build(source.config)
+  stored = base_model = model_lib.build(source.config)
   # An adapter folder goes on top of plain weights: other adapters below it are merged first.
   if source.folder and source.base:
     base_model = stored.base
   if source.config.lora in ((), model.config.lora):  # otherwise the adapter is merged, into weights that are not coded
-    stored = partition.quantized(stored, model.quantized)
-    base_model = partition.quantized(base_model, model.quantized)
+    stored = model_lib.quantized(stored, model.quantized)
+    base_model = model_lib.quantized(base_model, model.quantized)
   params = {}
   if source.base:
     params = load(source.base, base_model, layout, dtype, workdir, seed=seed, ledger=ledger)
   params = join(params, _load_without_base(source, stored, layout, dtype, workdir, seed=seed, ledger=ledger))
-  return partition.adopt(params, stored, model, layout, jnp.dtype(dtype), seed=seed)
+  return model_lib.adopt(params, stored, model, layout, jnp.dtype(dtype), seed=seed)
 
 
 def _load_without_base(
@@ -65,8 +65,8 @@ def _load_without_base(
   """Loads the leaves that a source holds itself, without those of its base."""
   shardings = model.shardings(layout)
   folder = source.checkpoints_in(workdir)
-  plain = partition.build(source.config)  # the model as it is stored
-  keep = functools.partial(partition.convert, theirs=plain, model=model)
+  plain = model_lib.build(source.config)  # the model as it is stored
+  keep = functools.partial(model_lib.convert, theirs=plain, model=model)
   if folder is not None:
     return keep(read_checkpoint(folder, source.step, plain, layout, dtype, partial=source.base is not None))
   if source.base is not None:
@@ -103,7 +103,7 @@ def read_checkpoint(
     targets = flatten(described(model, layout, dtype, saved_dtypes if partial else None))
     stored = {path: x.update(dtype=saved_dtypes.get(path, x.dtype)) for path, x in targets.items()}
     params = flatten(checkpointer.restore_params(nest(stored), step, at=at))
-    return nest({path: partition.in_type(params[path], x.dtype) for path, x in targets.items()})
+    return nest({path: model_lib.in_type(params[path], x.dtype) for path, x in targets.items()})
 
 
 def make_meta(inputs: Inputs, workdir: epath.PathLike) -> dict:

@@ -18,12 +18,12 @@ from jaxpost.rl.reward_metrics import REWARD_MODEL
 from jaxpost.rollout.native import NativeEngine, SamplerConfig
 from jaxpost.rollout.sampler import Sampler
 from jaxpost.stage import batch_shape, sampling_inputs
-from jaxpost.stage.evaluate import SampledEval
 from jaxpost.types import RowShape
 
 if TYPE_CHECKING:
   from jaxpost.environments.episodes import Episodes
   from jaxpost.roles import Roles
+  from jaxpost.stage.evaluate import SampledEval
   from jaxpost.stage.place import PlacedStage
   from jaxpost.types import Prompt
 
@@ -182,6 +182,8 @@ def make_controller(placed: PlacedStage, roles: Roles, engine: NativeEngine | No
 
 def make_sampled_eval(placed: PlacedStage, engine: NativeEngine, prompts: tuple[Prompt, ...]) -> SampledEval:
   """Makes the evaluation that samples completions of held-out prompts."""
+  from jaxpost.stage.evaluate import SampledEval
+
   config, shape = placed.config, placed.shape
   score = None
   if REWARD_MODEL in placed.inputs.sources:

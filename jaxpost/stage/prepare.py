@@ -19,7 +19,6 @@ from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.data.examples import Documents, warn_unseen, warn_without_stop
 from jaxpost.errors import InputError, did_you_mean, refuse
 from jaxpost.models import model as model_lib
-from jaxpost.models import partition
 from jaxpost.models.config import CustomConfig, ModelConfig
 from jaxpost.stage import checks, epochs
 from jaxpost.stage import config as config_lib
@@ -71,10 +70,6 @@ def prepare(
   checks.check_config(config, algorithm)
   checks.check_sizes(config, algorithm.on_policy)
   refuse(not config.data.path, 'config.data.path: is empty; name a file, a folder, org/name or generated:arithmetic')
-  if algorithm.scalar_head or config.reward_model.per_step or 'reward_model' in config.rewards_tuple():
-    from jaxpost.stage import reward_models
-
-    reward_models.check_uses(config, algorithm)
   source = source_of_model(config.model)
   role_sources = find_weights(config, algorithm, source, {stage.name: stage.inputs.outcome for stage in before})
   tokenizer = load_tokenizer(config, source, role_sources['policy'])
@@ -179,14 +174,14 @@ def make_model(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> Model:
   elif adapter.rank:
     from jaxpost.models import lora
 
-    table = partition.build(dataclasses.replace(cfg, lora=())).table  # parameters of the base model
+    table = model_lib.build(dataclasses.replace(cfg, lora=())).table  # parameters of the base model
     spec = (adapter.rank, adapter.alpha, adapter.rslora, lora.target_pattern(adapter.targets, table, adapter.rank))
   if algorithm.scalar_head:
     cfg = model_lib.with_scalar_head(cfg)
   cfg = dataclasses.replace(model_lib.with_value_head(cfg, algorithm.value_head(config)), lora=spec)
-  model = partition.build(cfg, adapter.dropout)
+  model = model_lib.build(cfg, adapter.dropout)
   trains_mtp = _trains_mtp(config, algorithm)
-  model = partition.freeze(model, config.train.freeze, trains_mtp)
+  model = model_lib.freeze(model, config.train.freeze, trains_mtp)
   refuse(
     trains_mtp and not model.trains_mtp,
     'config.nll.mtp_weight: this stage trains no module for multi-token prediction: lora and train.freeze freeze it, '
@@ -237,6 +232,10 @@ def find_weights(
     earlier: {stage: Source} of the final weights of the stages before this one, in order.
     find: (text, config field, earlier) -> Source, used by plans, which need no weights. None: `weight_sources.find`.
   """
+  if algorithm.scalar_head or config.reward_model.per_step or 'reward_model' in config.rewards_tuple():
+    from jaxpost.stage import reward_models
+
+    reward_models.check_uses(config, algorithm)
 
   def locate(text: str, field: str) -> Source:
     if find:

@@ -13,7 +13,6 @@ from jaxpost.monitor import start
 from jaxpost.monitor.metrics import read_growing
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import load_weights
-from jaxpost.stage.consistency import difference, spelled
 from jaxpost.storage.manifest import finished_steps
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def check_config(workdir: epath.Path, configs: dict, console: rich.console.Conso
       f'{", ".join(configs)}: choose another --workdir for a new run, or set the stages back'
     )
   for name, config in configs.items():
-    changes = difference(spelled(vars(old_configs[name])), spelled(vars(config))) if name in old_configs else {}
+    changes = config_lib.difference(old_configs[name], config) if name in old_configs else {}
     for key, (old, new) in changes.items():
       if key != 'stages':
         console.out(f'config.{key} of {name}: {old!r} in {path}, now {new!r}', highlight=False)

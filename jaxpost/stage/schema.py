@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxpost.stage import schema_methods as methods
 from jaxpost.stage import schema_rl as rl_sections
-from jaxpost.stage.schema_field import option
+from jaxpost.stage.schema_methods import option
 
 
 @dataclasses.dataclass(frozen=True)

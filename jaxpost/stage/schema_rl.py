@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxpost.stage.schema_field import option
+from jaxpost.stage.schema_methods import option
 
 
 @dataclasses.dataclass(frozen=True)

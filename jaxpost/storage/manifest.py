@@ -73,6 +73,14 @@ def finished_steps(folder: epath.PathLike) -> list[int]:
   return [s for s in steps(folder) if (folder / str(s) / NAME).exists()]
 
 
+def is_finished(workdir: epath.Path, configs: dict) -> bool:
+  """Returns whether the last stage has its final checkpoint, its export and the run's summary; needs no device."""
+  name, config = list(configs.items())[-1]
+  steps = finished_steps(workdir / 'checkpoints' / name)
+  exported = not config.save.export or (workdir / 'export').exists()
+  return bool(steps) and steps[0] >= config.train.steps and exported and (workdir / 'summary.json').exists()
+
+
 def split_run(text: str) -> tuple[str, str]:
   """Splits RUN[@step] into (folder, step or ''); the path of an existing folder may itself contain an '@'."""
   if epath.Path(text).expanduser().exists():

@@ -66,6 +66,27 @@ def check(path: str, key: str) -> None:
     raise InputError(f'{key}: {path}: cannot be reached: {e}') from e
 
 
+def check_workdir(text: epath.PathLike) -> epath.Path:
+  """Returns the folder of a run; raises InputError if it is a file, cannot be written or has broken links."""
+  if not str(text):
+    raise InputError('--workdir: is empty; name a folder for the run')
+  check(str(text), '--workdir')
+  workdir = epath.Path(text).expanduser()
+  if is_remote(workdir):
+    return workdir
+  existing = next(path for path in (workdir, *workdir.absolute().parents) if path.exists())
+  if not existing.is_dir():
+    raise InputError(f'--workdir: {existing} is a file, and a run needs a folder; name another')
+  with explained(), contextlib.suppress(FileNotFoundError):
+    os.stat(workdir)
+  for path in (workdir / 'checkpoints', *workdir.glob('checkpoints/*')):
+    if os.path.islink(path) and not path.exists():
+      raise InputError(f'{path}: is a link that leads nowhere; remove it, or name another --workdir')
+  if not os.access(existing, os.W_OK):
+    raise InputError(f'--workdir: {existing} cannot be written; name another, or change its permissions')
+  return workdir
+
+
 def write(path: epath.PathLike, data: bytes) -> None:
   """Writes a whole file, atomically: a reader sees the old file or the new one, even after a power loss."""
   path = epath.Path(path)

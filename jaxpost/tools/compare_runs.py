@@ -19,8 +19,8 @@ import scipy.stats
 from etils import epath
 
 from jaxpost.errors import InputError
-from jaxpost.monitor import curves, metrics, report, titles
-from jaxpost.stage import algorithms, checks, consistency
+from jaxpost.monitor import display, metrics, report
+from jaxpost.stage import algorithms, checks
 from jaxpost.stage import config as config_lib
 from jaxpost.storage import object_store
 
@@ -150,9 +150,9 @@ def config_difference(first: epath.Path, second: epath.Path) -> dict[str, tuple]
 
 def _stage_difference(*stages: config_lib.Config) -> dict[str, tuple]:
   """Returns {field: (first, second)}; fields that a method does not read only if the configs themselves differ."""
-  written = consistency.difference(*(consistency.spelled(vars(config)) for config in stages))
+  written = config_lib.difference(*stages)
   resolved = [_resolved(config) for config in stages]
-  used = consistency.difference(*(consistency.spelled(vars(config)) for config, _ in resolved))
+  used = config_lib.difference(*(config for config, _ in resolved))
   unread = {section for _, sections in resolved for section in sections}
   shared = {key: values for key, values in used.items() if key.partition('.')[0] not in unread}
   differences = {key: values for key, values in used.items() if key in written} | shared
@@ -250,7 +250,7 @@ def write_page(runs: Sequence[epath.PathLike], out: epath.PathLike) -> None:
   algorithms = {stage: config.algorithm for stages in configs for stage, config in stages.items()}
   loader = jinja2.PackageLoader('jaxpost', 'tools')
   environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-  environment.filters |= {'number': report.number, 'title': titles.title}
+  environment.filters |= {'number': report.number, 'title': display.title}
   text = environment.get_template('compare.html.jinja').render(
     names=names, comparisons=[compare(runs[0], run) for run in runs[1:]], charts=list(_charts(rows, algorithms))
   )
@@ -262,8 +262,8 @@ def _charts(rows: Mapping[str, list[dict]], algorithms: Mapping[str, str]) -> It
   splits = dict.fromkeys((row['stage'], row['split']) for run_rows in rows.values() for row in run_rows)
   for stage, split in splits:
     by_run = {n: [r for r in run_rows if (r['stage'], r['split']) == (stage, split)] for n, run_rows in rows.items()}
-    keys = {key for run_rows in by_run.values() for r in run_rows for key in r if not titles.says_nothing_new(key, r)}
-    for key in curves.chosen(algorithms.get(stage, stage), keys):
+    keys = {key for run_rows in by_run.values() for r in run_rows for key in r if not display.says_nothing_new(key, r)}
+    for key in display.chosen(algorithms.get(stage, stage), keys):
       series = {n: [(r['step'], r[key]) for r in run_rows if key in r] for n, run_rows in by_run.items()}
-      if chart := curves.chart(key, {name: points for name, points in series.items() if points}, most=60):
+      if chart := display.chart(key, {name: points for name, points in series.items() if points}, most=60):
         yield chart | {'where': f'{stage}, {split}'}

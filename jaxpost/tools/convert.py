@@ -42,7 +42,7 @@ def read(path: str) -> dict[str, Any]:
   """
   file = pathlib.Path(path).expanduser()
   if not file.is_file():
-    raise InputError(f'{path}: no such file')
+    raise InputError(f'{path}: {"is a folder; name a file in it" if file.is_dir() else "no such file"}')
   if file.suffix in ('.py', '.ipynb'):
     raise InputError(f'{path}: is Python, which is not run here; write its arguments as name: value into a .yaml file')
   try:

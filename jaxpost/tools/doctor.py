@@ -21,7 +21,6 @@ from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
 from jaxpost.hardware import chips, host, memory
 from jaxpost.monitor import start
-from jaxpost.stage import consistency
 from jaxpost.storage import object_store
 
 _OPTIONAL = {
@@ -125,7 +124,7 @@ def _host(workdir: str) -> list[Finding]:
 def _disk_of_runs(workdir: str) -> Finding:
   """Examines the disk of a folder for runs, which is checked as in training."""
   try:
-    folder = consistency.check_workdir(workdir)
+    folder = object_store.check_workdir(workdir)
   except InputError as error:
     return Finding('disk of runs', workdir or 'no folder', str(error))
   if object_store.is_remote(folder):

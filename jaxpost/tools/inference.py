@@ -21,7 +21,7 @@ from jaxpost.data.tokenizer import Tokenizer
 from jaxpost.distributed.mesh import Layout
 from jaxpost.distributed.phases import make_layout
 from jaxpost.errors import InputError, NoCheckpointError
-from jaxpost.models import partition
+from jaxpost.models import model as model_lib
 from jaxpost.models.parameters import join
 from jaxpost.roles import Policy, Roles
 from jaxpost.stage import (
@@ -162,7 +162,7 @@ def adapters(base: Weights, values: Sequence[str]) -> dict[str, Weights]:
   params = merged(base).params if pairs else {}
   for name, _, folder in pairs:
     source = weight_sources.with_adapter(folder, base_source)
-    model = partition.frozen_base_model(source.config)
+    model = model_lib.frozen_base_model(source.config)
     adapter = frozen_roles.load_adapter(source, model, base.layout, None)
     inputs = dataclasses.replace(base.inputs, model=model, sources={'policy': source})
     out[name] = dataclasses.replace(base, params=join(params, adapter), inputs=inputs)
