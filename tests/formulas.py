@@ -1,8 +1,8 @@
-"""The expected gradient of GRPO and its family, written down from the papers in float64.
+"""The expected gradients of GRPO and its family, written down from the papers in float64.
 
-Nothing here calls `jaxpost.losses` or `jaxpost.algorithms`: it is what those are compared with, for
-lists of all groups of completions that a policy can sample, each with its probability.
-test_combinations.py lists those of a categorical policy, test_sampled_gradients.py those of a transformer.
+Nothing here calls `jaxpost.losses` or `jaxpost.algorithms`: tests compare their gradients with these, for lists of all
+groups of completions that a policy can sample, each with its probability. test_combinations.py lists those of a
+categorical policy, test_sampled_gradients.py those of a transformer.
 
 Legend: K groups with a probability each, G samples of a group, C completion tokens.
 """
@@ -13,35 +13,35 @@ from typing import Any
 
 import numpy as np
 
-EPS = 1e-6  # beside a std
+EPS = 1e-6  # added to a standard deviation that divides
 
 
 @dataclasses.dataclass
 class Groups:
-  """Groups of samples; `draws` is the number of sequences that a std is taken over, inf for the distribution itself."""
+  """Groups of samples, each with its probability, and the log-probs of their tokens under several policies."""
 
   chance: np.ndarray  # [K], the probability of a group; the sum is 1
   mask: np.ndarray  # [K, G, C], 1 on tokens of completions
   finished: np.ndarray  # [K, G]
   rewards: np.ndarray  # [K, G]
   present: np.ndarray  # [K, G, C], log-probs under the policy that the update starts from
-  old: np.ndarray  # under the policy before the first update of the rollout
-  sampler: np.ndarray  # under the policy that sampled
-  reference: np.ndarray
+  old: np.ndarray  # log-probs under the policy before the first update of the rollout
+  sampler: np.ndarray  # log-probs under the policy that sampled
+  reference: np.ndarray  # log-probs under the reference
   entropy: np.ndarray  # [K, G, C] of next tokens, before the first update
   components: dict[str, tuple[float, np.ndarray]] = dataclasses.field(default_factory=dict)  # weight, [K, G]
   greedy: np.ndarray | None = None  # [K], reward of the greedy answer
   expert: np.ndarray | None = None  # [K, G] bool
   values: np.ndarray | None = None  # [K, G, C], of the states before tokens
-  draws: float = np.inf
+  draws: float = np.inf  # sequences that a standard deviation is taken over; inf: the distribution itself
 
   def mean(self, x: np.ndarray, mask: np.ndarray) -> float:
-    """Over all entries of the mask, each as probable as its group."""
+    """Returns the mean of x over all entries of the mask, each weighted by the probability of its group."""
     weight = mask * self.chance.reshape(-1, *(1,) * (mask.ndim - 1))
     return float((weight * x).sum() / weight.sum())
 
   def std(self, x: np.ndarray, mask: np.ndarray) -> float:
-    """Unbiased."""
+    """Returns the unbiased standard deviation of x over all entries of the mask."""
     variance = self.mean((x - self.mean(x, mask)) ** 2, mask)
     number = self.draws * (mask.sum() / mask[..., 0].size if mask.ndim == 3 else mask.mean())
     return float(np.sqrt(variance / (1 - 1 / number)))
@@ -52,61 +52,61 @@ def gradient(groups: Groups, rl: Any, max_tokens: int, entropy_weight: float = 0
 
   Args:
     rl: `config.rl`, resolved.
-    max_tokens: what 'constant' divides by.
-    entropy_weight: of the bonus, where it adapts.
+    max_tokens: the divisor of the aggregate 'constant'.
+    entropy_weight: the present weight of the entropy bonus where it adapts, that is with `rl.entropy_target`.
   """
   mask = groups.mask.astype(np.float64)
   mask = mask * trained(groups, rl)[:, None, None]
   if rl.mask_truncated:
     mask = mask * groups.finished[..., None]
   advantage = advantages(groups, rl, mask)
-  older = groups.sampler
-  if groups.expert is not None:  # no policy sampled it
-    older = np.where(groups.expert[..., None], groups.old, groups.sampler)
-  base = older if rl.old_policy == 'sampler' else groups.old
-  kept = advantage
+  behavior = groups.sampler
+  if groups.expert is not None:  # no policy sampled the answers of an expert
+    behavior = np.where(groups.expert[..., None], groups.old, groups.sampler)
+  base = behavior if rl.old_policy == 'sampler' else groups.old
+  used_advantage = advantage
   if rl.top_entropy < 1:
-    kept = advantage * largest(groups.entropy, mask, rl.top_entropy)
-  slope = SURROGATES[rl.loss](kept, groups.present - base, Tokens(groups.present, base, mask), rl)
+    used_advantage = advantage * largest(groups.entropy, mask, rl.top_entropy)
+  by_logprob = SURROGATES[rl.loss](used_advantage, groups.present - base, Tokens(groups.present, base, mask), rl)
   if groups.expert is not None:
     p = np.exp(groups.present)
-    shaped = -kept * rl.expert_gamma * p / (p + rl.expert_gamma) ** 2  # LUFFY (arXiv:2504.14945)
-    slope = np.where(groups.expert[..., None], shaped, slope)
+    shaped = -used_advantage * rl.expert_gamma * p / (p + rl.expert_gamma) ** 2  # LUFFY (arXiv:2504.14945)
+    by_logprob = np.where(groups.expert[..., None], shaped, by_logprob)
   for name in rl.importance:
-    if name == 'opsm':  # DeepSeek-V3.2 (arXiv:2512.02556), on the present policy
-      far = over_sequence(older - groups.present, mask) > rl.opsm_threshold
-      slope = slope * ~(far & (kept < 0))
+    if name == 'opsm':  # DeepSeek-V3.2 (arXiv:2512.02556), with the present policy
+      too_far = over_sequence(behavior - groups.present, mask) > rl.opsm_threshold
+      by_logprob = by_logprob * ~(too_far & (used_advantage < 0))
     else:
-      slope = slope * CORRECTIONS[name](groups.old - older, mask, rl)
+      by_logprob = by_logprob * CORRECTIONS[name](groups.old - behavior, mask, rl)
   if rl.kl_coef and rl.kl_in == 'loss':
-    d = groups.present - groups.reference
-    value, change = KL[rl.kl_estimator](d)
-    if rl.kl_weighted:  # the derivative of r k
+    log_ratio = groups.present - groups.reference
+    value, change = KL[rl.kl_estimator](log_ratio)
+    if rl.kl_weighted:  # the derivative of the ratio times the estimate
       change = np.exp(groups.present - base) * (change + value)
-    slope = slope + rl.kl_coef * change
+    by_logprob = by_logprob + rl.kl_coef * change
   if rl.kl_cov:  # "The entropy mechanism" (arXiv:2505.22617)
-    pieces = [x - groups.mean(x, mask) for x in (older, advantage)]
-    slope = slope + rl.kl_cov_coef * np.sign(groups.present - groups.old) * largest(
-      pieces[0] * pieces[1], mask, rl.kl_cov
+    centered = [x - groups.mean(x, mask) for x in (behavior, advantage)]
+    by_logprob = by_logprob + rl.kl_cov_coef * np.sign(groups.present - groups.old) * largest(
+      centered[0] * centered[1], mask, rl.kl_cov
     )
   nll = 0.0
   if rl.correct_nll_coef:  # VAPO (arXiv:2504.05118): the mean over right answers
-    right = mask * (groups.rewards >= rl.keep_reward)[..., None]
+    correct = mask * (groups.rewards >= rl.keep_reward)[..., None]
     of_mean = 'sequence' if rl.aggregate == 'sequence' else 'token'
-    nll = rl.correct_nll_coef * token_weights(groups, right, of_mean, max_tokens)
+    nll = rl.correct_nll_coef * token_weights(groups, correct, of_mean, max_tokens)
   weight = token_weights(groups, mask, rl.aggregate, max_tokens)
   bonus = entropy_weight if rl.entropy_target else rl.entropy_coef
-  return weight * slope - nll, -bonus * weight
+  return weight * by_logprob - nll, -bonus * weight
 
 
 def trained(groups: Groups, rl: Any) -> np.ndarray:
-  """Returns the groups [K] that are trained on; others only fill up a step, and no statistic counts them."""
+  """Returns whether each group [K] is trained on; others only fill up a step, and no statistic counts them."""
   varied = groups.rewards.max(axis=1) > groups.rewards.min(axis=1)
   return varied if rl.dynamic_sampling else np.ones(len(varied), bool)
 
 
 def counted(groups: Groups, rl: Any) -> np.ndarray:
-  """Returns the sequences [K, G] that statistics over sequences are taken of: 1, or 0."""
+  """Returns 1 for each sequence [K, G] that statistics over sequences count, else 0."""
   return np.repeat(trained(groups, rl)[:, None], groups.rewards.shape[1], axis=1).astype(float)
 
 
@@ -126,7 +126,7 @@ def token_weights(groups: Groups, mask: np.ndarray, aggregate: str, max_tokens: 
 
 
 def advantages(groups: Groups, rl: Any, mask: np.ndarray) -> np.ndarray:
-  """[K, G, C]."""
+  """Returns the advantage of each token [K, G, C]."""
   kl = np.zeros(mask.shape)
   if rl.kl_coef and rl.kl_in != 'loss':
     kl = rl.kl_coef * (groups.old - groups.reference) * mask  # k1
@@ -161,9 +161,9 @@ def whitened(groups, x, mask):
 
 
 def to_go(rewards, mask, penalty):
-  """The reward of the sequence, minus the penalties from each token on."""
-  left = np.cumsum((penalty * mask)[..., ::-1], axis=2)[..., ::-1]
-  return rewards[..., None] - left
+  """Returns the reward of the sequence minus the penalties from each token on [K, G, C]."""
+  remaining_penalty = np.cumsum((penalty * mask)[..., ::-1], axis=2)[..., ::-1]
+  return rewards[..., None] - remaining_penalty
 
 
 def reinforce_pp(groups, rl, rewards, mask, penalty):
@@ -172,7 +172,7 @@ def reinforce_pp(groups, rl, rewards, mask, penalty):
 
 
 def reinforce_pp_baseline(groups, rl, rewards, mask, penalty):
-  """The same paper: minus the mean of the group, whitened over the tokens of the batch."""
+  """REINFORCE++ with a baseline (same paper): minus the mean of the group, whitened over the tokens of the batch."""
   centered = (rewards - rewards.mean(axis=1, keepdims=True))[..., None] * np.ones(mask.shape)
   return whitened(groups, centered, mask)
 
@@ -185,16 +185,16 @@ def remax(groups, rl, rewards, mask, penalty):
 def opo(groups, rl, rewards, mask, penalty):
   """OPO (arXiv:2505.23585), eq. 8: the baseline weighs by length."""
   lengths = mask.sum(axis=2)
-  flat = rewards.max(axis=1) == rewards.min(axis=1)
+  uniform = rewards.max(axis=1) == rewards.min(axis=1)
   baseline = (lengths * rewards).sum(axis=1) / np.maximum(lengths.sum(axis=1), 1)
-  return np.where(flat[:, None], 0, rewards - baseline[:, None])
+  return np.where(uniform[:, None], 0, rewards - baseline[:, None])
 
 
 def gpg(groups, rl, rewards, mask, penalty):
   """GPG (arXiv:2504.02546), eq. 7: scaled by the share of groups that are not uniform."""
   chance = trained(groups, rl) * groups.chance
-  varied = (rewards.max(axis=1) > rewards.min(axis=1)) @ chance / chance.sum()
-  return (rewards - rewards.mean(axis=1, keepdims=True)) / varied
+  varied_share = (rewards.max(axis=1) > rewards.min(axis=1)) @ chance / chance.sum()
+  return (rewards - rewards.mean(axis=1, keepdims=True)) / varied_share
 
 
 def maxrl(groups, rl, rewards, mask, penalty):
@@ -240,18 +240,18 @@ def gigpo(groups, rl, rewards, mask, penalty):
 
 def gae(groups, rl, rewards, mask, penalty):
   """GAE (arXiv:1506.02438), whitened as in PPO."""
-  gains = sums_of_gae(groups.rewards, penalty, groups.values, mask, rl.gamma, policy_lam(rl, mask))
-  return whitened(groups, gains, mask)
+  sums = sums_of_gae(groups.rewards, penalty, groups.values, mask, rl.gamma, policy_lam(rl, mask))
+  return whitened(groups, sums, mask)
 
 
 def policy_lam(rl, mask):
-  """VAPO (arXiv:2504.05118), section 4.2: by the length of an answer."""
+  """Returns lambda of the policy; in VAPO (arXiv:2504.05118), section 4.2, it depends on the length of the answer."""
   lengths = np.maximum(mask.sum(axis=-1, keepdims=True), 1)
   return np.maximum(0, 1 - 1 / (rl.length_alpha * lengths)) if rl.length_alpha else rl.lam
 
 
 def sums_of_gae(rewards, penalty, values, mask, gamma, lam):
-  """The sums of arXiv:1506.02438, eq. 16, term by term [..., C]; rewards [...] are those of the last tokens."""
+  """Returns arXiv:1506.02438, eq. 16, summed term by term [..., C]; rewards [...] are given at the last tokens."""
   tokens = mask.shape[-1]
   last = np.arange(tokens) == mask.sum(axis=-1, keepdims=True) - 1
   values = values * mask
@@ -294,12 +294,12 @@ class Tokens:
 
 
 def over_sequence(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
-  """The mean over the tokens of each sequence [K, G, 1]."""
+  """Returns the mean of x over the tokens of each sequence [K, G, 1]."""
   return (x * mask).sum(axis=2, keepdims=True) / np.maximum(mask.sum(axis=2, keepdims=True), 1)
 
 
 def clipped(a, r, rl):
-  """The derivative by log r of -min(r A, clip(r) A), held above c A where A < 0 and there is a dual clip c."""
+  """Returns the derivative by log r of -min(r A, clip(r) A); where A < 0, a dual clip c bounds the objective by c A."""
   inside = np.where(a >= 0, r <= 1 + rl.clip_high, r >= 1 - rl.clip_low)
   if rl.dual_clip:
     inside &= (a >= 0) | (r <= rl.dual_clip)
@@ -329,8 +329,8 @@ def dppo(a, tokens, measure, rl):
 
 def binary_kl(p, q):
   with np.errstate(all='ignore'):
-    rest = (1 - q) * np.log((1 - q) / (1 - p))
-  return q * np.log(q / p) + np.where(q < 1, rest, 0)
+    of_other_tokens = (1 - q) * np.log((1 - q) / (1 - p))
+  return q * np.log(q / p) + np.where(q < 1, of_other_tokens, 0)
 
 
 def vespo(a, log_r, tokens, rl):
@@ -353,7 +353,7 @@ SURROGATES = dict(
   dro=lambda a, log_r, tokens, rl: -a + rl.dro_beta * log_r,  # DRO (arXiv:2405.19107)
 )
 
-# Value and derivative by log pi of the estimators, d = log pi - log ref (Schulman 2020; arXiv:2512.21852).
+# (value, derivative by log pi) of each estimator of the KL, for d = log pi - log ref (Schulman 2020; arXiv:2512.21852).
 KL = {
   'k1': lambda d: (d, np.ones(d.shape)),
   'k2': lambda d: (d**2 / 2, d),
@@ -399,8 +399,8 @@ CORRECTIONS = dict(
 
 
 def largest(x: np.ndarray, mask: np.ndarray, fraction: float) -> np.ndarray:
-  """The tokens of the largest x [K, G, C], this fraction of those in the mask; the first of equal ones."""
-  order = np.argsort(np.where(mask > 0, -x, np.inf).ravel(), kind='stable')
+  """Returns whether each token [K, G, C] is in the fraction of the mask with the largest x; the first of equal ones."""
+  descending = np.argsort(np.where(mask > 0, -x, np.inf).ravel(), kind='stable')
   chosen = np.zeros(mask.size, bool)
-  chosen[order[: max(int(fraction * (mask > 0).sum()), 1)]] = True
+  chosen[descending[: max(int(fraction * (mask > 0).sum()), 1)]] = True
   return chosen.reshape(mask.shape)

@@ -1,4 +1,4 @@
-"""How much there is to read: modules, lines and import chains of the library.
+"""Counts how much there is to read: modules, lines and import chains behind each entry point of the library.
 
     python tests/reading.py
 
@@ -15,10 +15,10 @@ import re
 from collections.abc import Collection
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
-# Rooms and modules that only a config field selects, with the field, or that only several processes or a folder of
-# weights need. They are imported only inside of functions. A run of GRPO on one process, from a preset, with default
-# options, reads none of them, and no entry counts them; imported at the top of a file, they count. `main` prints the
-# figures of a run with all of them, too.
+# Packages and modules that only a config field selects (the value is that field), or that only several processes or a
+# folder of weights need. They are imported only inside functions. A run of GRPO on one process, from a preset, with
+# default options, imports none of them, and entries do not count them. Imported at the top of a file, they do count.
+# `main` also prints the figures of a run with all of them.
 OPTIONS = {
   'jaxpost.algorithms': 'algorithm',
   'jaxpost.algorithms.rl_checks': 'rl.replay',
@@ -30,7 +30,7 @@ OPTIONS = {
   'jaxpost.data.maps': 'data.map',
   'jaxpost.data.row_views': 'data.max_samples',
   'jaxpost.environments': 'environment',
-  'jaxpost.imports': 'algorithm',  # of files and modules of one's own
+  'jaxpost.imports': 'algorithm',  # only for algorithms in files and modules of the user
   'jaxpost.distributed.bridge': 'mesh.rollout_devices',
   'jaxpost.formats.chunked_fields': 'model.path',
   'jaxpost.formats.fp8': 'model.path',
@@ -85,7 +85,7 @@ OPTIONS = {
   'jaxpost.monitor.profile': 'log.profile_from',
   'jaxpost.monitor.trackers': 'log.trackers',
   'jaxpost.programs.convert': 'model.quantize',
-  'jaxpost.programs.extend': 'environment',  # of turns
+  'jaxpost.programs.extend': 'environment',  # only with several turns
   'jaxpost.programs.multi_token': 'nll.mtp_weight',
   'jaxpost.programs.noise': 'nll.neftune_alpha',
   'jaxpost.programs.write_pieces': 'model.path',
@@ -116,8 +116,8 @@ OPTIONS = {
   'jaxpost.stage.model_limits': 'train.row_length',
   'jaxpost.stage.frozen_roles': 'rl.reference',
   'jaxpost.stage.critic_weights': 'algorithm',
-  'jaxpost.stage.resumed_run': 'save.every',  # of a run that began before
-  'jaxpost.stage.own_algorithm': 'algorithm',  # of files and modules of one's own
+  'jaxpost.stage.resumed_run': 'save.every',  # only when a run is resumed
+  'jaxpost.stage.own_algorithm': 'algorithm',  # only for algorithms in files and modules of the user
   'jaxpost.stage.kernel_uses': 'model.attention',
   'jaxpost.stage.model_folders': 'model.path',
   'jaxpost.stage.moving_reference': 'reference.every',
@@ -125,7 +125,7 @@ OPTIONS = {
   'jaxpost.storage.hub': 'data.path',
   'jaxpost.storage.remote': 'data.path',
   'jaxpost.stage.muon': 'optim.name',
-  'jaxpost.workers.call': 'reward',  # of callables, which run in this process
+  'jaxpost.workers.call': 'reward',  # only for callables, which run in this process
   'jaxpost.stage.evaluate': 'eval.data',
   'jaxpost.stage.held_out_loss': 'algorithm',
   'jaxpost.stage.reward_models': 'reward_model.path',
@@ -137,14 +137,14 @@ CONTROLLER, NATIVE = 'jaxpost.rl.controller', 'jaxpost.rollout.native'
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-  """Modules that a reader starts from, and the most that they may import.
+  """Modules that a reader starts from, and limits of what they import.
 
   aim: (modules, lines, links of the longest chain) that the layout is meant to have.
-  limit: the same figures as measured when the limit was last set. It keeps an entry
-    from growing and is no claim that the aim is met; it may fall and not rise.
-  lazy: counts imports inside functions, too; otherwise what an interpreter
-    has loaded after importing the roots.
-  options: rooms and modules that are left out where only a function imports them.
+  limit: the same figures as measured when the limit was last set. It keeps an entry from
+    growing and is no claim that the aim is met; it may be lowered and not raised.
+  lazy: whether imports inside functions count, too; otherwise only those count that an
+    interpreter has loaded after importing the roots.
+  options: packages and modules that do not count where only a function imports them.
   """
 
   name: str
@@ -163,8 +163,9 @@ ENTRIES = (
     'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (60, 11_970, 7), lazy=False
   ),
   Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (112, 21_760, 10)),
-  # The methods are apart, as a run has one of them. The aim is what was there when the row was added. The limit rose
-  # once, by 290 lines and 3 modules, for mended defects: the modules keep what few runs read out of the rows above.
+  # Modules of other algorithms do not count, as a run has one algorithm. The aim is what was measured when this entry
+  # was added. The limit was raised once, by 290 lines and 3 modules, for fixes of defects: the new modules keep code
+  # that few runs need out of the entries above.
   Entry(
     '... with all that options select',
     (GRPO, 'launch.train'),
@@ -177,13 +178,13 @@ ENTRIES = (
 
 @dataclasses.dataclass(frozen=True)
 class Import:
-  target: str  # dotted, as deep as it is a module
+  target: str  # dotted name of the imported module
   line: int
   when: str  # 'eager', 'lazy' (inside a function) or 'typing'
 
 
 class Tree:
-  """The modules of a clone, parsed, and what each imports."""
+  """The parsed modules of a clone, and the imports of each."""
 
   def __init__(self, text):
     self.text = text
@@ -192,7 +193,7 @@ class Tree:
     self.imports = {f: tuple(self._imports(f)) for f in text}
 
   def nodes(self, *kinds, under=''):
-    """(file, node) for every node of these kinds."""
+    """Yields (file, node) for every node of these kinds."""
     for file, module in self.ast.items():
       if file.startswith(under):
         for node in ast.walk(module):
@@ -222,47 +223,50 @@ class Tree:
     return visit(self.ast[file], 'eager')
 
   def edges(self, name, lazy):
-    """Modules of the tree that importing `name` imports."""
-    parents = name.rpartition('.')[0]
-    out = {parents} if parents in self.name else set()
-    for found in self.imports[self.name[name]]:
-      if found.when == 'eager' or (lazy and found.when == 'lazy'):
-        parts = found.target.split('.')
-        known = ['.'.join(parts[:n]) for n in range(1, len(parts) + 1)]
-        known = [name for name in known if name in self.name]
-        out.update(known[-1:])
-    # The package itself is lazy by a rule of its own.
-    return sorted(out - {name, 'jaxpost', parents})
+    """Returns the modules of the tree that module `name` imports, sorted."""
+    parent = name.rpartition('.')[0]
+    out = {parent} if parent in self.name else set()
+    for imported in self.imports[self.name[name]]:
+      if imported.when == 'eager' or (lazy and imported.when == 'lazy'):
+        parts = imported.target.split('.')
+        prefixes = ['.'.join(parts[:n]) for n in range(1, len(parts) + 1)]
+        prefixes = [name for name in prefixes if name in self.name]
+        out.update(prefixes[-1:])
+    # `jaxpost` itself does not count: its __init__ imports on first use of a name.
+    return sorted(out - {name, 'jaxpost', parent})
 
   def closure(self, roots, lazy=(), options=OPTIONS):
-    """Everything the roots import; `lazy` modules also inside functions, but for `options`."""
-    seen, todo = {}, [(name, '') for name in roots if name in self.name]
-    while todo:
-      name, by = todo.pop()
+    """Returns {module: importer} of all that `roots` import; imports in functions count only in `lazy` modules.
+
+    An import in a function of one of `options` does not count, except in that option itself.
+    """
+    seen, pending = {}, [(name, '') for name in roots if name in self.name]
+    while pending:
+      name, importer = pending.pop()
       if name in seen:
         continue
-      seen[name] = by
+      seen[name] = importer
       eager = self.edges(name, False)
       for other in self.edges(name, lazy == 'all' or name in lazy):
         if other in eager or not any(within(other, option) and not within(name, option) for option in options):
-          todo.append((other, name))
+          pending.append((other, name))
     return seen
 
 
 parse = functools.cache(ast.parse)
 
 
-def within(name, room):
-  """Returns whether a module is `room`, or in it."""
-  return f'{name}.'.startswith(f'{room}.')
+def within(name, package):
+  """Returns whether a module is `package`, or in it."""
+  return f'{name}.'.startswith(f'{package}.')
 
 
 def read(root):
-  """{path in the clone: text} of the modules."""
+  """Returns {path in the clone: text} of all modules."""
   return {
     path.relative_to(root).as_posix(): path.read_text('utf-8')
-    for room in ('jaxpost', 'launch', 'configs')
-    for path in sorted((root / room).rglob('*.py'))
+    for package in ('jaxpost', 'launch', 'configs')
+    for path in sorted((root / package).rglob('*.py'))
   }
 
 
@@ -280,16 +284,16 @@ def called(call):
 
 
 def reading(tree, roots, lazy=True, options=OPTIONS):
-  """(modules with code, their lines, links of the longest chain) of an entry."""
+  """Returns (modules with code, their lines, links of the longest chain) of an entry."""
   seen = tree.closure(roots, lazy='all' if lazy else (), options=options)
-  real = [name for name in seen if has_code(tree.ast[tree.name[name]])]
-  lines = sum(len(tree.text[tree.name[name]].splitlines()) for name in real)
+  modules = [name for name in seen if has_code(tree.ast[tree.name[name]])]
+  lines = sum(len(tree.text[tree.name[name]].splitlines()) for name in modules)
 
   @functools.cache
   def links(name):
     return max((1 + links(other) for other in tree.edges(name, lazy) if other in seen), default=0)
 
-  return len(real), lines, max(map(links, seen), default=0)
+  return len(modules), lines, max(map(links, seen), default=0)
 
 
 def has_code(module):
@@ -301,15 +305,19 @@ def main():
   tree = Tree(read(CLONE))
   root = CLONE / 'jaxpost'
   files = len(list(root.glob('*.py')))
-  folders = sum((path / '__init__.py').exists() for path in root.iterdir())
-  print(f'root of jaxpost/: {files} modules, {folders} folders')
+  packages = sum((path / '__init__.py').exists() for path in root.iterdir())
+  print(f'root of jaxpost/: {files} modules, {packages} folders')
   for entry in ENTRIES:
-    found = reading(tree, entry.roots, entry.lazy, entry.options)
-    have, aim, most = (' / '.join(f'{n:,}' for n in figures) for figures in (found, entry.aim, entry.limit))
-    missed = any(n > m for n, m in zip(found, entry.aim))
-    print(f'{entry.name:40} {have:>20}   limit {most:>20}   aim {aim}{" (missed)" if missed else ""}')
-  near = [file for file, text in tree.text.items() if file.startswith('jaxpost/') and len(text.splitlines()) > 390]
-  print(f'files within 10 lines of 400: {len(near)} {" ".join(near)}')
+    figures_found = reading(tree, entry.roots, entry.lazy, entry.options)
+    measured, aim, most_allowed = (
+      ' / '.join(f'{n:,}' for n in figures) for figures in (figures_found, entry.aim, entry.limit)
+    )
+    missed = any(n > m for n, m in zip(figures_found, entry.aim))
+    print(f'{entry.name:40} {measured:>20}   limit {most_allowed:>20}   aim {aim}{" (missed)" if missed else ""}')
+  near_limit = [
+    file for file, text in tree.text.items() if file.startswith('jaxpost/') and len(text.splitlines()) > 390
+  ]
+  print(f'files within 10 lines of 400: {len(near_limit)} {" ".join(near_limit)}')
   modules = [file for file in tree.text if file.startswith('jaxpost/')]
   print(f'jaxpost/: {len(modules)} files, {sum(len(tree.text[f].splitlines()) for f in modules):,} lines')
 

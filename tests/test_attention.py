@@ -1,6 +1,10 @@
-"""Attention: each implementation against its definition, both ways; choice.
+"""Attention of `jaxpost.models`: each implementation equals a reference in outputs and gradients; how one is chosen.
 
-Legend: B rows, T tokens, H heads, K kv heads, h head size.
+The implementations are XLA in chunks, splash (TPU), and Triton kernels of training and of decoding (GPU). Further tests
+cover the choice by platform and shape, the check of kernels before a run (`hardware.kernel_check`), meshes of eight
+devices, and train steps that are compiled for described accelerators.
+
+Legend: B rows, T tokens, H heads, K kv heads, h head size, hv head size of values.
 """
 
 import dataclasses
@@ -57,12 +61,12 @@ SHAPES = {  # T, H, K, h, hv
   'one_kv_head': (256, 3, 1, 64, 64),
   'odd_length': (200, 2, 2, 64, 64),
   'latent': (256, 2, 2, 96, 64),
-  'blocks': (1280, 1, 1, 8, 8),
-}  # two, of a stripe of two
+  'blocks': (1280, 1, 1, 8, 8),  # several blocks, also of each of two stripes
+}
 
 
 def case(shape, *, window=0, cap=0.0, sinks=False, scale=0.0, branches=False):
-  """Arrays of two packed rows, and what tells how to attend."""
+  """Returns (q, k, v, sinks) of two packed rows, the other arguments of attention, and the gradient of its output."""
   length, heads, kv_heads, size, values = shape
   random = np.random.RandomState(0)
 
@@ -70,55 +74,63 @@ def case(shape, *, window=0, cap=0.0, sinks=False, scale=0.0, branches=False):
     return jnp.asarray(random.standard_normal((2, length, *shape)), jnp.float32)
 
   qkv = draw(heads, size), draw(kv_heads, size), draw(kv_heads, values)
-  cuts = np.array([[0, 30, 31, length - 20], [0, 100, 140, length]])
-  number = np.arange(length)
-  found = np.stack([np.searchsorted(c, number, side='right') for c in cuts])
-  at = number - np.take_along_axis(cuts, found - 1, 1)
-  segments = np.where(number < length - 20, found, found % 4)
+  boundaries = np.array([[0, 30, 31, length - 20], [0, 100, 140, length]])
+  token = np.arange(length)
+  document = np.stack([np.searchsorted(row, token, side='right') for row in boundaries])
+  position = token - np.take_along_axis(boundaries, document - 1, 1)
+  segments = np.where(token < length - 20, document, document % 4)
   cfg = tiny.config(num_heads=heads, num_kv_heads=kv_heads, head_dim=size, attention_softcap=cap, attention_scale=scale)
   branch = None
-  if branches:  # of several lengths, one of a single token, after a shared part of 10 tokens
-    begins = np.array([10, 11, 27, 95, 400, 640])
-    branch = np.searchsorted(begins, at, side='right')
-    at = np.where(branch, at - begins[branch - 1] + 10, at)
-  rows = attention_xla.PackedRows(jnp.asarray(segments, jnp.int32), jnp.asarray(at, jnp.int32), branch)
-  rest = dict(rows=rows, window=window, cfg=cfg)
+  if branches:  # branches of several lengths, one of a single token, follow a shared part of 10 tokens
+    branch_starts = np.array([10, 11, 27, 95, 400, 640])
+    branch = np.searchsorted(branch_starts, position, side='right')
+    position = np.where(branch, position - branch_starts[branch - 1] + 10, position)
+  rows = attention_xla.PackedRows(jnp.asarray(segments, jnp.int32), jnp.asarray(position, jnp.int32), branch)
+  options = dict(rows=rows, window=window, cfg=cfg)
   sink = jnp.asarray(random.standard_normal(heads), jnp.float32)
-  return (*qkv, sink if sinks else None), rest, draw(heads, values)
+  return (*qkv, sink if sinks else None), options, draw(heads, values)
 
 
-def both_ways(run, args, g):
-  """(out, gradients by q, k, v and sinks), compiled."""
-  given = [x for x in args if x is not None]
+def output_and_gradients(run, args, g):
+  """Returns (output, gradients by q, k, v and sinks) of a compiled program."""
+  present = [x for x in args if x is not None]
 
-  def whole(given, g):
-    out, back = jax.vjp(lambda *x: run(*x, *[None] * (4 - len(x))), *given)
+  def run_both(present, g):
+    out, back = jax.vjp(lambda *x: run(*x, *[None] * (4 - len(x))), *present)
     return out, back(g.astype(out.dtype))
 
-  return jax.jit(whole)(given, g)
+  return jax.jit(run_both)(present, g)
 
 
-def close(ours, right, tolerance):
-  for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(right), strict=True):
+def assert_close(actual, expected, tolerance):
+  for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
     assert tiny.largest(a - b) <= tolerance * tiny.largest(b)
 
 
-def plain(name, rest, compute=tiny.EXACT):
-  """`reference`, or what `layers.attention` takes by that name."""
+def implementation(name, options, compute=tiny.EXACT):
+  """Returns the function `reference`, or `layers.attention` with the implementation of that name."""
   run = reference if name == 'reference' else layers.attention
   compute = dataclasses.replace(compute, attention=name)
-  return lambda q, k, v, sinks: run(q, k, v, compute=compute, sinks=sinks, **rest)
+  return lambda q, k, v, sinks: run(q, k, v, compute=compute, sinks=sinks, **options)
 
 
-def interpreted(rest, n=1):
-  """Splash, as a TPU would do it, in float32; a row as n stripes."""
+def splash_interpreted(options, n=1):
+  """Returns the splash kernel in Pallas' interpreter, in float32, with each row as n stripes."""
 
   def run(q, k, v, sinks):
-    q = attention_xla.scale_queries(q, rest['cfg'])
+    q = attention_xla.scale_queries(q, options['cfg'])
     return jnp.stack(
       [
         attention_kernels.splash(
-          q[:, i::n], k, v, rest['rows'], sinks, window=rest['window'], cfg=rest['cfg'], stripe=(i, n), interpret=True
+          q[:, i::n],
+          k,
+          v,
+          options['rows'],
+          sinks,
+          window=options['window'],
+          cfg=options['cfg'],
+          stripe=(i, n),
+          interpret=True,
         )
         for i in range(n)
       ],
@@ -129,23 +141,23 @@ def interpreted(rest, n=1):
 
 
 @functools.cache
-def right(shape, layer, branches=False):
-  args, rest, g = case(SHAPES[shape], branches=branches, **LAYERS[layer])
-  return both_ways(plain('reference', rest), args, g)
+def expected_results(shape, layer, branches=False):
+  args, options, g = case(SHAPES[shape], branches=branches, **LAYERS[layer])
+  return output_and_gradients(implementation('reference', options), args, g)
 
 
-def by_hand(args, rest):
-  """[B, T, H, hv] in numpy: one query at a time."""
+def attend_by_hand(args, options):
+  """Computes the output [B, T, H, hv] in numpy from the definition, one query at a time."""
   q, k, v, sinks = (None if x is None else np.asarray(x, float) for x in args)
-  cfg, out = rest['cfg'], np.zeros((*q.shape[:3], v.shape[-1]))
-  segments, at, branch = (x if x is None else np.asarray(x) for x in rest['rows'])
+  cfg, out = options['cfg'], np.zeros((*q.shape[:3], v.shape[-1]))
+  segments, position, branch = (x if x is None else np.asarray(x) for x in options['rows'])
   scale = cfg.attention_scale or q.shape[3] ** -0.5
   for b, t, n in np.ndindex(q.shape[:3]):
     seen = [
       s
       for s in range(t + 1)
       if segments[b, s] == segments[b, t]
-      and at[b, t] - at[b, s] < (rest['window'] or 10**6)
+      and position[b, t] - position[b, s] < (options['window'] or 10**6)
       and (branch is None or branch[b, s] in (0, branch[b, t]))
     ]
     head = n // (q.shape[2] // k.shape[2])
@@ -160,11 +172,11 @@ def by_hand(args, rest):
 
 @pytest.mark.parametrize('layer', LAYERS)
 @pytest.mark.parametrize('branches', [False, True])
-def test_the_reference_is_the_definition(layer, branches):
-  args, rest, _ = case((50, 4, 2, 8, 6), branches=branches, **LAYERS[layer])
-  right = by_hand(args, rest)
-  out = plain('reference', rest)(*args)
-  assert tiny.largest(out - right) <= 1e-5 * tiny.largest(right)
+def test_reference_equals_attention_computed_by_hand(layer, branches):
+  args, options, _ = case((50, 4, 2, 8, 6), branches=branches, **LAYERS[layer])
+  expected = attend_by_hand(args, options)
+  actual = implementation('reference', options)(*args)
+  assert tiny.largest(actual - expected) <= 1e-5 * tiny.largest(expected)
 
 
 @pytest.mark.parametrize(
@@ -176,37 +188,41 @@ def test_the_reference_is_the_definition(layer, branches):
     ('latent', 'plain', False),
   ],
 )
-def test_chunks_are_the_reference(shape, layer, branches):
-  args, rest, g = case(SHAPES[shape], branches=branches, **LAYERS[layer])
-  close(both_ways(plain('chunked', rest), args, g), right(shape, layer, branches), 1e-5)
+def test_chunked_attention_equals_reference(shape, layer, branches):
+  args, options, g = case(SHAPES[shape], branches=branches, **LAYERS[layer])
+  assert_close(
+    output_and_gradients(implementation('chunked', options), args, g), expected_results(shape, layer, branches), 1e-5
+  )
 
 
 @pytest.mark.parametrize(
   'length, kind', [(512, {}), (523, dict(cap=5.0, sinks=True, window=150)), (512, dict(branches=True))]
 )
 def test_long_rows_keep_no_weights(monkeypatch, length, kind):
-  """Computed again in the backward pass, to the same numbers."""
-  args, rest, g = case((length, 4, 2, 32, 32), **kind)
-  run = plain('chunked', rest, tiny.EXACT)  # in chunks of 64
+  """The backward pass computes them again, to the same numbers, in less than half of the temporary memory."""
+  args, options, g = case((length, 4, 2, 32, 32), **kind)
+  run = implementation('chunked', options, tiny.EXACT)  # in chunks of 64
 
-  def temporaries():
-    def loss(given):
-      return jnp.sum(run(*given, *[None] * (4 - len(given))) * g)
+  def temporary_bytes():
+    def loss(present):
+      return jnp.sum(run(*present, *[None] * (4 - len(present))) * g)
 
     return (
       jax.jit(jax.grad(loss)).lower([x for x in args if x is not None]).compile().memory_analysis().temp_size_in_bytes
     )
 
-  kept, right = temporaries(), both_ways(run, args, g)
-  assert kept > 2 * 4 * 512 * 512 / 2 * 4  # the weights, at least
+  kept_bytes, expected = temporary_bytes(), output_and_gradients(run, args, g)
+  assert kept_bytes > 2 * 4 * 512 * 512 / 2 * 4  # at least the weights: 2 rows, 4 heads, pairs of tokens, 4 bytes
   monkeypatch.setattr(attention_xla, '_LONG', 100)
-  assert temporaries() < kept / 2
+  assert temporary_bytes() < kept_bytes / 2
   jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6 * tiny.largest(b)), both_ways(run, args, g), right
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6 * tiny.largest(b)),
+    output_and_gradients(run, args, g),
+    expected,
   )
 
 
-PARTS = """
+GRADIENTS_OF_STRIPES = """
 import sys
 sys.path.insert(0, 'tests')
 import jax, jax.numpy as jnp, numpy as np
@@ -229,19 +245,19 @@ def compiled():
   made = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(*args).compile()
   return made.memory_analysis().temp_size_in_bytes, made(*args)
 
-right = jax.grad(lambda *args: jnp.sum(t.plain(
+right = jax.grad(lambda *args: jnp.sum(t.implementation(
     'reference', rest)(*args) * g), (0, 1, 2, 3))(*args)
 kept, one = compiled()
 attention_xla._LONG = 100
 less, two = compiled()
 for found in one, two:
-  t.close(found, right, 1e-5)
+  t.assert_close(found, right, 1e-5)
 assert less < kept / 2, (less, kept)
 """
 
 
-def test_so_do_rows_that_are_split():
-  children.run('-c', PARTS, devices=2, timeout=600)
+def test_long_rows_split_over_devices_recompute_weights():
+  children.run('-c', GRADIENTS_OF_STRIPES, devices=2, timeout=600)
 
 
 @pytest.mark.parametrize(
@@ -254,9 +270,9 @@ def test_so_do_rows_that_are_split():
     ('blocks', 'all'),
   ],
 )
-def test_splash_is_the_reference(shape, layer):
-  args, rest, g = case(SHAPES[shape], **LAYERS[layer])
-  close(both_ways(interpreted(rest), args, g), right(shape, layer), 1e-5)
+def test_splash_equals_reference(shape, layer):
+  args, options, g = case(SHAPES[shape], **LAYERS[layer])
+  assert_close(output_and_gradients(splash_interpreted(options), args, g), expected_results(shape, layer), 1e-5)
 
 
 @pytest.mark.parametrize('n', [2, 4])
@@ -271,25 +287,25 @@ def test_splash_is_the_reference(shape, layer):
     ('blocks', 'all'),
   ],
 )
-def test_splash_of_stripes_is_the_reference(shape, layer, n):
-  args, rest, g = case(SHAPES[shape], **LAYERS[layer])
-  close(both_ways(interpreted(rest, n), args, g), right(shape, layer), 1e-5)
+def test_splash_of_stripes_equals_reference(shape, layer, n):
+  args, options, g = case(SHAPES[shape], **LAYERS[layer])
+  assert_close(output_and_gradients(splash_interpreted(options, n), args, g), expected_results(shape, layer), 1e-5)
 
 
-def in_triton(rest):
-  """The Triton kernels in Pallas' interpreter, in float32."""
+def triton_interpreted(options):
+  """Returns the Triton kernels in Pallas' interpreter, in float32."""
 
   def run(q, k, v, sinks):
-    q = attention_xla.scale_queries(q, rest['cfg'])
+    q = attention_xla.scale_queries(q, options['cfg'])
     with pytest.MonkeyPatch.context() as patch:
       small = functools.partial(attention_triton.attend, tiles=TILES, interpret=True)
       patch.setattr(attention_triton, 'attend', small)
-      return attention_kernels.triton(q, k, v, rest['rows'], sinks, window=rest['window'], cfg=rest['cfg'])
+      return attention_kernels.triton(q, k, v, options['rows'], sinks, window=options['window'], cfg=options['cfg'])
 
   return run
 
 
-# Other blocks for queries and keys, so that neither is taken for the other.
+# Blocks of queries and keys differ in size, so that a test fails where one size is used for the other.
 TILES = attention_triton.Tiles(forward=(64, 32, 4, 1), queries=(32, 64, 4, 1), keys=(64, 32, 4, 1))
 
 
@@ -304,55 +320,57 @@ TILES = attention_triton.Tiles(forward=(64, 32, 4, 1), queries=(32, 64, 4, 1), k
     ('blocks', 'all', True),
   ],
 )
-def test_triton_is_the_reference(shape, layer, branches):
-  args, rest, g = case(SHAPES[shape], branches=branches, **LAYERS[layer])
-  close(both_ways(in_triton(rest), args, g), right(shape, layer, branches), 1e-5)
+def test_triton_equals_reference(shape, layer, branches):
+  args, options, g = case(SHAPES[shape], branches=branches, **LAYERS[layer])
+  assert_close(
+    output_and_gradients(triton_interpreted(options), args, g), expected_results(shape, layer, branches), 1e-5
+  )
 
 
-def test_triton_reads_only_what_is_attended_to():
+def test_triton_does_not_read_other_documents():
   """Keys of other documents may be anything: their blocks are not read, and nothing of them is added to a gradient."""
-  args, rest, g = case((512, 2, 1, 64, 64))
+  args, options, g = case((512, 2, 1, 64, 64))
   segments = np.repeat([[1, 2, 3, 4]], 128, axis=1).repeat(2, axis=0)
-  rest |= dict(rows=attention_xla.PackedRows(jnp.asarray(segments), jnp.tile(jnp.arange(128), (2, 4))))
-  out, _ = both_ways(in_triton(rest), args, g)
+  options |= dict(rows=attention_xla.PackedRows(jnp.asarray(segments), jnp.tile(jnp.arange(128), (2, 4))))
+  out, _ = output_and_gradients(triton_interpreted(options), args, g)
   q, k, v, _ = args
   broken = slice(128, 256)
-  bad = [x.at[:, broken].set(jnp.nan) for x in (k, v)]
-  ours, _ = both_ways(in_triton(rest), (q, *bad, None), g)
+  broken_kv = [x.at[:, broken].set(jnp.nan) for x in (k, v)]
+  actual, _ = output_and_gradients(triton_interpreted(options), (q, *broken_kv, None), g)
   kept = np.r_[0:128, 256:512]
-  assert bool((ours[:, kept] == out[:, kept]).all()) and bool(jnp.isnan(ours[:, broken]).all())
+  assert bool((actual[:, kept] == out[:, kept]).all()) and bool(jnp.isnan(actual[:, broken]).all())
 
 
 def test_triton_does_not_read_other_branches():
-  """A document of a shared part and three branches of 128 tokens each: what is wrong in one stays in it."""
-  args, rest, g = case((512, 2, 1, 64, 64))
+  """A document has a shared part and three branches of 128 tokens each; NaN in one branch stays in that branch."""
+  args, options, g = case((512, 2, 1, 64, 64))
   branches = np.repeat([[0, 1, 2, 3]], 128, axis=1).repeat(2, axis=0)
   positions = np.arange(512) - 128 * np.maximum(branches - 1, 0)
-  rest |= dict(rows=attention_xla.PackedRows(jnp.ones((2, 512), jnp.int32), positions, jnp.asarray(branches)))
-  out, grads = both_ways(in_triton(rest), args, g)
+  options |= dict(rows=attention_xla.PackedRows(jnp.ones((2, 512), jnp.int32), positions, jnp.asarray(branches)))
+  out, grads = output_and_gradients(triton_interpreted(options), args, g)
   q, k, v, _ = args
   broken = slice(256, 384)
-  bad = [x.at[:, broken].set(jnp.nan) for x in (k, v)]
-  ours, ours_back = both_ways(in_triton(rest), (q, *bad, None), g)
+  broken_kv = [x.at[:, broken].set(jnp.nan) for x in (k, v)]
+  actual, actual_grads = output_and_gradients(triton_interpreted(options), (q, *broken_kv, None), g)
   kept = np.r_[0:256, 384:512]
-  assert bool((ours[:, kept] == out[:, kept]).all()) and bool(jnp.isnan(ours[:, broken]).all())
-  assert bool((ours_back[0][:, kept] == grads[0][:, kept]).all())  # of the queries
-  for a, b in zip(ours_back[1:], grads[1:]):  # of keys and values: the shared part has queries in all branches
+  assert bool((actual[:, kept] == out[:, kept]).all()) and bool(jnp.isnan(actual[:, broken]).all())
+  assert bool((actual_grads[0][:, kept] == grads[0][:, kept]).all())  # gradients of queries
+  for a, b in zip(actual_grads[1:], grads[1:]):  # not those of the shared part, which all branches read
     assert bool((a[:, 384:] == b[:, 384:]).all() and (a[:, 128:256] == b[:, 128:256]).all())
 
 
 @pytest.mark.parametrize('layer', LAYERS)
 @pytest.mark.parametrize('shape', ['groups', 'latent'])
 @pytest.mark.parametrize('chunked', [False, True])
-def test_decoding_in_triton_is_that_in_xla(monkeypatch, shape, layer, chunked):
-  """In slots that are empty, short, and full, and with entries over which several blocks of the device are split."""
+def test_triton_decoding_equals_xla_decoding(monkeypatch, shape, layer, chunked):
+  """Slots are empty, short and full, and some have so many entries that several blocks of the device share them."""
   (_, heads, kv_heads, size, values), fields = SHAPES[shape], LAYERS[layer]
   window = fields.get('window', 0)
   if chunked and not window:
     pytest.skip('chunks are a kind of window')
   random = np.random.RandomState(0)
   room, block, step = 600, 8, jnp.int32(5)
-  filled = jnp.array([0, 1, 65, 599, 1000])  # the last one is idle: its number goes on
+  filled = jnp.array([0, 1, 65, 599, 1000])  # the last slot is idle: its count goes on past the room
 
   def draw(*shape):
     return jnp.asarray(random.standard_normal((len(filled), *shape)), jnp.float32)
@@ -365,72 +383,74 @@ def test_decoding_in_triton_is_that_in_xla(monkeypatch, shape, layer, chunked):
       **{n: getattr(cfg, n) for n in ('head_dim', 'attention_scale', 'attention_softcap')}, chunked=True
     )
   sinks = draw(heads)[0] if fields.get('sinks') else None
-  given = dict(compute=tiny.EXACT, window=window, cfg=cfg, sinks=sinks)
-  right = decoding.cached_attention(q, cache, recent, filled, step, **given)
+  options = dict(compute=tiny.EXACT, window=window, cfg=cfg, sinks=sinks)
+  expected = decoding.cached_attention(q, cache, recent, filled, step, **options)
   monkeypatch.setattr(decode_triton, 'attend', functools.partial(decode_triton.attend, interpret=True))
-  out = decode_triton.cached_attention(q, cache, recent, filled, step, **given)
-  if window:  # XLA counts a window from where an idle slot has come to
-    out, right = out[:-1], right[:-1]
-  assert tiny.largest(out - right) <= 1e-5 * tiny.largest(right)
+  actual = decode_triton.cached_attention(q, cache, recent, filled, step, **options)
+  if window:  # In an idle slot XLA's window starts from the count, which is past all entries.
+    actual, expected = actual[:-1], expected[:-1]
+  assert tiny.largest(actual - expected) <= 1e-5 * tiny.largest(expected)
 
 
 @pytest.mark.parametrize('size, values', [(64, 64), (128, 128), (96, 256), (192, 128), (256, 256)])
 def test_decoding_fits_the_shared_memory_of_small_gpus(monkeypatch, size, values):
-  """An L4 has 99 KiB for a block; the compiler keeps the queries, and keys and values of all stages but one, there."""
-  asked, call = [], decode_triton.pl.pallas_call
+  """An L4 has 99 KiB per block, which hold the queries, and the keys and values of all stages but one."""
+  stages_used, call = [], decode_triton.pl.pallas_call
 
-  def kept(*args, compiler_params, **more):
-    asked.append(compiler_params.num_stages)
-    return call(*args, compiler_params=compiler_params, **more)
+  def record_stages(*args, compiler_params, **options):
+    stages_used.append(compiler_params.num_stages)
+    return call(*args, compiler_params=compiler_params, **options)
 
-  monkeypatch.setattr(decode_triton.pl, 'pallas_call', kept)
+  monkeypatch.setattr(decode_triton.pl, 'pallas_call', record_stages)
   arrays = [[jnp.zeros((4, 2, n, h), jnp.bfloat16) for h in (size, values)] for n in (512, 32)]
   run = functools.partial(decode_triton.attend, window=0, cfg=tiny.config(), interpret=True)
   jax.eval_shape(run, jnp.zeros((4, 2, 16, size)), *map(tuple, arrays), jnp.zeros(4, int), jnp.int32(0), None)
-  (stages,) = asked
-  wide, wide_v = map(attention_triton.padded, (size, values))
-  assert ((stages - 1) * decode_triton._ENTRIES * (wide + wide_v) + 16 * wide) * 2 + 1024 <= 99 * 1024
+  (stages,) = stages_used
+  padded_size, padded_values = map(attention_triton.padded, (size, values))
+  assert (
+    (stages - 1) * decode_triton._ENTRIES * (padded_size + padded_values) + 16 * padded_size
+  ) * 2 + 1024 <= 99 * 1024
 
 
 # --------------------------------------------------------------------- choice
 
 
-def taken(monkeypatch, compute, **fields):
-  """Returns whether `attention` asks a kernel for this shape, and which kernel."""
-  args, rest, _ = case((300, 4, 2, 64, 64), **fields)
-  asked = []
+def called_kernels(monkeypatch, compute, **fields):
+  """Returns [name of the kernel] if `layers.attention` calls one for this case, else []."""
+  args, options, _ = case((300, 4, 2, 64, 64), **fields)
+  called = []
 
-  def attend(q, *rest, compute, **options):
-    asked.append(compute.attention)
+  def attend(q, *_, compute, **__):
+    called.append(compute.attention)
     return q
 
   monkeypatch.setattr(attention_kernels, 'attend', attend)
-  layers.attention(*args[:3], compute=compute, sinks=args[3], **rest)
-  return asked
+  layers.attention(*args[:3], compute=compute, sinks=args[3], **options)
+  return called
 
 
-def test_the_platform_chooses(monkeypatch):
+def test_platform_dtype_and_shape_select_the_kernel(monkeypatch):
   tpu = compute_for('tpu', 'bfloat16', 'none')
-  assert taken(monkeypatch, tpu) == ['splash']
-  assert taken(monkeypatch, tpu, **LAYERS['all']) == ['splash']
-  assert not taken(monkeypatch, tpu, branches=True)
-  assert not taken(monkeypatch, compute_for('tpu', 'float32', 'none'))
+  assert called_kernels(monkeypatch, tpu) == ['splash']
+  assert called_kernels(monkeypatch, tpu, **LAYERS['all']) == ['splash']
+  assert not called_kernels(monkeypatch, tpu, branches=True)
+  assert not called_kernels(monkeypatch, compute_for('tpu', 'float32', 'none'))
   gpu = compute_for('gpu', 'bfloat16', 'none')
-  assert taken(monkeypatch, gpu) == taken(monkeypatch, gpu, window=40) == ['triton']
+  assert called_kernels(monkeypatch, gpu) == called_kernels(monkeypatch, gpu, window=40) == ['triton']
   for fields in dict(cap=5.0), dict(sinks=True), dict(branches=True):
-    assert taken(monkeypatch, gpu, **fields) == ['triton']
+    assert called_kernels(monkeypatch, gpu, **fields) == ['triton']
   # Chunks of branches are not contiguous.
   q = jnp.zeros((1, 512, 4, 64))
   for chunked in False, True:
-    cfg = types.SimpleNamespace(**vars(SETTLED), head_shapes=SETTLED.head_shapes, chunked=chunked)
+    cfg = types.SimpleNamespace(**vars(MODEL), head_shapes=MODEL.head_shapes, chunked=chunked)
     ids = jnp.zeros((1, 512), int)
     assert attention_kernels.kernel_fits(q, q, ids, gpu, cfg, parts=1) is not chunked
-  assert not taken(monkeypatch, compute_for('gpu', 'float32', 'none'))
+  assert not called_kernels(monkeypatch, compute_for('gpu', 'float32', 'none'))
   old = compute_for('gpu', 'float16', 'none', triton=False)  # a T4, for example
-  assert not taken(monkeypatch, old) and not old.decode_kernel and not old.grouped_kernel
-  forced = compute_for('gpu', 'float16', 'none', 'triton', triton=False)  # which its check refuses
+  assert not called_kernels(monkeypatch, old) and not old.decode_kernel and not old.grouped_kernel
+  forced = compute_for('gpu', 'float16', 'none', 'triton', triton=False)  # the check of kernels refuses this one
   assert forced.uses_kernel and not forced.decode_kernel and compute_for('tpu', 'bfloat16', 'none').uses_kernel
-  assert not taken(monkeypatch, compute_for('cpu', 'bfloat16', 'none'))
+  assert not called_kernels(monkeypatch, compute_for('cpu', 'bfloat16', 'none'))
 
 
 @pytest.mark.parametrize(
@@ -441,23 +461,23 @@ def test_the_platform_chooses(monkeypatch):
     ('gpu', 'triton', 'float32', {}, 'triton does not support .*dtype=float32'),
   ],
 )
-def test_what_is_asked_for_and_cannot_be_is_refused_by_name(monkeypatch, platform, name, dtype, fields, words):
+def test_configured_kernel_that_does_not_support_the_case_is_refused(monkeypatch, platform, name, dtype, fields, words):
   with pytest.raises(InputError, match=f'config.model.attention: .*{words}'):
-    taken(monkeypatch, compute_for(platform, dtype, 'none', name), **fields)
+    called_kernels(monkeypatch, compute_for(platform, dtype, 'none', name), **fields)
 
 
 @pytest.mark.parametrize('name', ['auto', 'triton'])
-def test_triton_is_not_asked_for_parts_of_rows(monkeypatch, name):
-  """Rows that `context` splits are XLA's, in plans as well, which check no kernel."""
+def test_triton_is_not_used_for_rows_split_over_context(monkeypatch, name):
+  """XLA attends in rows that `context` splits, also in plans, which check no kernel."""
   monkeypatch.setattr(kernel_check, 'errors', None)
   compute = compute_for('gpu', 'bfloat16', 'none', name)
-  assert kernel_check.verify(compute, [kernel_check.KernelUse(SETTLED, 512, parts=2)]) == compute
+  assert kernel_check.verify(compute, [kernel_check.KernelUse(MODEL, 512, parts=2)]) == compute
   mesh = jax.sharding.AbstractMesh((1, 2, 1, 2, 1), AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
-  args, rest, _ = case((512, 4, 2, 64, 64))
-  run = functools.partial(layers.attention, compute=compute, layout=Layout(mesh), **rest)
+  args, options, _ = case((512, 4, 2, 64, 64))
+  run = functools.partial(layers.attention, compute=compute, layout=Layout(mesh), **options)
   if name == 'auto':
     parts = []
-    monkeypatch.setattr(context_parallel, 'attend', lambda q, *_, n, **rest: parts.append(n) or q)
+    monkeypatch.setattr(context_parallel, 'attend', lambda q, *_, n, **options: parts.append(n) or q)
     assert jax.eval_shape(run, *args[:3]).shape == (2, 512, 4, 64)
     assert parts == [2]
   else:
@@ -465,7 +485,7 @@ def test_triton_is_not_asked_for_parts_of_rows(monkeypatch, name):
       jax.eval_shape(run, *args[:3])
 
 
-def test_a_run_takes_the_one_it_is_told(tmp_path, monkeypatch):
+def test_run_uses_the_configured_attention(tmp_path, monkeypatch):
   import jaxpost
   from jaxpost.monitor import metrics
 
@@ -476,7 +496,9 @@ def test_a_run_takes_the_one_it_is_told(tmp_path, monkeypatch):
       tiny.merged(tiny.run_config(path), dict(model=dict(attention='chunked'), train=dict(steps=2))), tmp_path / name
     )
     losses[name] = [r['loss'] for r in metrics.read_rows(tmp_path / name / 'metrics.jsonl') if 'loss' in r]
-    monkeypatch.setattr(layers, 'attend_in_chunks', lambda *args, **rest: called.append(1) or reference(*args, **rest))
+    monkeypatch.setattr(
+      layers, 'attend_in_chunks', lambda *args, **options: called.append(1) or reference(*args, **options)
+    )
   assert called and losses['chunked'] == pytest.approx(losses['reference'], rel=1e-5)
   with pytest.raises(InputError, match='splash runs on TPU only'):
     jaxpost.run(tiny.merged(tiny.run_config(path), dict(model=dict(attention='splash'))), tmp_path / 'other')
@@ -498,43 +520,43 @@ def test_a_kernel_of_another_platform_is_refused(platform, name, words):
 # ----------------------------------------------------------------------- check
 
 
-def one_document(q, k, v, rows, sinks, **rest):
-  """Wrong: documents see each other."""
+def one_document(q, k, v, rows, sinks, **options):
+  """A kernel with a defect: documents see each other."""
   rows = rows._replace(segment_ids=jnp.ones_like(rows.segment_ids))
-  return attention_kernels.splash(q, k, v, rows, sinks, **rest, interpret=True)
+  return attention_kernels.splash(q, k, v, rows, sinks, **options, interpret=True)
 
 
-def no_gradient(q, k, v, *rest, **more):
-  """Wrong: backward."""
+def no_gradient(q, k, v, *inputs, **options):
+  """A kernel with a defect: the gradient of keys is zero."""
   stop = jax.lax.stop_gradient
-  return attention_kernels.splash(q, stop(k), v, *rest, **more, interpret=True)
+  return attention_kernels.splash(q, stop(k), v, *inputs, **options, interpret=True)
 
 
-def not_there(*args, **more):
-  """Stands for a version of JAX in which the function has another name."""
-  return jax.lax.make_splash(*args, **more)
+def not_there(*args, **options):
+  """A kernel that calls a function which this version of JAX lacks."""
+  return jax.lax.make_splash(*args, **options)
 
 
-GOOD = functools.partial(attention_kernels.splash, interpret=True)
-SETTLED = tiny.config(num_heads=4, num_kv_heads=2, head_dim=64)
+CORRECT_SPLASH = functools.partial(attention_kernels.splash, interpret=True)
+MODEL = tiny.config(num_heads=4, num_kv_heads=2, head_dim=64)
 
 
-def of_one_length(wrong, length):
-  """Wrong in rows of that length alone."""
+def wrong_for_length(wrong, length):
+  """Returns a kernel that is `wrong` in rows of this length, and correct in all others."""
 
-  def kernel(q, *rest, **more):
-    return (wrong if q.shape[1] == length else GOOD)(q, *rest, **more)
+  def kernel(q, *inputs, **options):
+    return (wrong if q.shape[1] == length else CORRECT_SPLASH)(q, *inputs, **options)
 
   return kernel
 
 
 @pytest.fixture
-def settle(monkeypatch, tmp_path):
-  """settle(kernel, *lengths) of rows as a TPU would; nothing known before."""
+def verify_splash(monkeypatch, tmp_path):
+  """verify_splash(kernel, *lengths) checks a kernel for rows of these lengths; no earlier result is known."""
   monkeypatch.setenv('HOME', str(tmp_path))
   kernel_check.trusted.cache_clear()
 
-  def run(kernel, *lengths, cfg=SETTLED, parts=1, **fields):
+  def run(kernel, *lengths, cfg=MODEL, parts=1, **fields):
     monkeypatch.setitem(attention_kernels.KERNELS, 'splash', kernel)
     compute = dataclasses.replace(compute_for('tpu', 'bfloat16', 'none'), **fields)
     return kernel_check.verify(compute, [kernel_check.KernelUse(cfg, n, parts) for n in lengths])
@@ -545,83 +567,83 @@ def settle(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize('parts', [1, 2])
 def test_a_kernel_is_measured_forward_and_backward(monkeypatch, parts):
-  monkeypatch.setitem(attention_kernels.KERNELS, 'splash', GOOD)
-  work = attention_kernels.attention_shape(
-    dataclasses.replace(SETTLED, biases=('sinks',), layer_windows=(40, 0)), 256, parts
+  monkeypatch.setitem(attention_kernels.KERNELS, 'splash', CORRECT_SPLASH)
+  shape = attention_kernels.attention_shape(
+    dataclasses.replace(MODEL, biases=('sinks',), layer_windows=(40, 0)), 256, parts
   )
-  assert work.windows == (0, 40)
-  for window in work.windows:
-    found = kernel_check.errors('splash', work, 'bfloat16', window)
-    assert set(found) == {'out', 'q', 'k', 'v', 'sinks'}
-    assert 1e-4 < max(found.values()) < 0.03
+  assert shape.windows == (0, 40)
+  for window in shape.windows:
+    error_of = kernel_check.errors('splash', shape, 'bfloat16', window)
+    assert set(error_of) == {'out', 'q', 'k', 'v', 'sinks'}
+    assert 1e-4 < max(error_of.values()) < 0.03
 
 
 @pytest.mark.parametrize(
-  'wrong, where',
+  'wrong, problem',
   [
     (one_document, 'in out'),
     (no_gradient, r'off by 1\.0e\+00 in k'),
     (not_there, 'AttributeError: .* no attribute .make_splash'),
   ],
 )
-def test_a_shape_that_is_wrong_goes_to_xla_and_others_do_not(monkeypatch, caplog, settle, wrong, where):
-  compute = settle(of_one_length(wrong, 384), 256, 384)
+def test_only_shapes_with_wrong_results_fall_back_to_xla(monkeypatch, caplog, verify_splash, wrong, problem):
+  compute = verify_splash(wrong_for_length(wrong, 384), 256, 384)
   assert compute.attention == 'splash'
   assert [w.length for w in compute.rejected_shapes] == [384]
   (line,) = [r.message for r in caplog.records if r.levelname == 'WARNING']
   assert 'splash is wrong on' in line and 'rows of 384 tokens' in line
-  assert re.search(where, line)
-  asked = []
-  monkeypatch.setattr(attention_kernels, 'attend', lambda q, *rest, **options: asked.append(q.shape[1]) or q)
+  assert re.search(problem, line)
+  kernel_lengths = []
+  monkeypatch.setattr(attention_kernels, 'attend', lambda q, *_, **__: kernel_lengths.append(q.shape[1]) or q)
   for length in 256, 384:
-    args, rest, _ = case((length, 4, 2, 64, 64))
-    rest['cfg'] = SETTLED
-    layers.attention(*args[:3], compute=compute, **rest)
-  assert asked == [256]
+    args, options, _ = case((length, 4, 2, 64, 64))
+    options['cfg'] = MODEL
+    layers.attention(*args[:3], compute=compute, **options)
+  assert kernel_lengths == [256]
 
 
-def test_a_wrong_stripe_goes_to_xla(monkeypatch, settle):
+def test_kernel_that_is_wrong_on_stripes_falls_back_to_xla(monkeypatch, verify_splash):
   """The check covers the stripes of a split row, whose work differs from that of a whole row."""
 
-  def kernel(q, *rest, stripe=(0, 1), **more):
+  def kernel(q, *inputs, stripe=(0, 1), **options):
     part, n = stripe
-    return GOOD(q, *rest, stripe=(jnp.where(part == 1, 0, part), n), **more)
+    return CORRECT_SPLASH(q, *inputs, stripe=(jnp.where(part == 1, 0, part), n), **options)
 
-  assert not settle(kernel, 512).rejected_shapes
-  assert [(w.length, w.parts) for w in settle(kernel, 512, parts=2).rejected_shapes] == [(512, 2)]
+  assert not verify_splash(kernel, 512).rejected_shapes
+  assert [(w.length, w.parts) for w in verify_splash(kernel, 512, parts=2).rejected_shapes] == [(512, 2)]
 
 
-def test_a_shape_is_checked_once(monkeypatch, settle, tmp_path):
-  asked, errors = [], kernel_check.errors
+def test_a_shape_is_checked_once(monkeypatch, verify_splash, tmp_path):
+  checked, errors = [], kernel_check.errors
 
   def counted(name, work, dtype, window):
-    asked.append((work.length, dtype, window))
+    checked.append((work.length, dtype, window))
     return errors(name, work, dtype, window)
 
   monkeypatch.setattr(kernel_check, 'errors', counted)
-  first = settle(of_one_length(one_document, 384), 128, 256, 384, 256)
-  assert asked == [(256, 'bfloat16', 0), (384, 'bfloat16', 0)]  # 128: none
-  assert settle(attention_kernels.KERNELS['splash'], 384, 256) == first
-  assert len(asked) == 2
+  first = verify_splash(wrong_for_length(one_document, 384), 128, 256, 384, 256)
+  assert checked == [(256, 'bfloat16', 0), (384, 'bfloat16', 0)]  # rows of 128 tokens use no kernel
+  assert verify_splash(attention_kernels.KERNELS['splash'], 384, 256) == first
+  assert len(checked) == 2
   # Another run on this machine has already checked these shapes.
   note = tmp_path / '.cache/jaxpost/attention.json'
   (key,) = json.loads(note.read_text())
   assert jax.__version__ in key and jax.devices()[0].device_kind in key
   kernel_check.trusted.cache_clear()
-  assert settle(attention_kernels.KERNELS['splash'], 384, 256) == first
-  assert asked[2:] == [(384, 'bfloat16', 0)]
-  settle(GOOD, 256, cfg=dataclasses.replace(SETTLED, layer_windows=(40, 0)))
-  settle(GOOD, 256, dtype='float32')  # which it refuses by itself
-  assert asked[3:] == [(256, 'bfloat16', 0), (256, 'bfloat16', 40)]
+  assert verify_splash(attention_kernels.KERNELS['splash'], 384, 256) == first
+  assert checked[2:] == [(384, 'bfloat16', 0)]
+  verify_splash(CORRECT_SPLASH, 256, cfg=dataclasses.replace(MODEL, layer_windows=(40, 0)))
+  verify_splash(CORRECT_SPLASH, 256, dtype='float32')  # splash does not support it, so nothing is checked
+  assert checked[3:] == [(256, 'bfloat16', 0), (256, 'bfloat16', 40)]
   for damaged in '{"cut', 'null':
-    asked.clear()
+    checked.clear()
     note.write_text(damaged)
     kernel_check.trusted.cache_clear()
-    settle(GOOD, 256)
-    assert asked == [(256, 'bfloat16', 0)]
+    verify_splash(CORRECT_SPLASH, 256)
+    assert checked == [(256, 'bfloat16', 0)]
 
 
-def test_nothing_is_checked_where_there_is_no_choice(monkeypatch):
+def test_xla_attention_and_traced_programs_check_no_kernel(monkeypatch):
   monkeypatch.setattr(kernel_check, 'errors', None)
   compute = compute_for('tpu', 'bfloat16', 'none')
   assert compute.uses_kernel
@@ -630,31 +652,31 @@ def test_nothing_is_checked_where_there_is_no_choice(monkeypatch):
     *(compute_for(p, 'bfloat16', 'none', 'chunked') for p in ('gpu', 'tpu')),
   ):
     assert not other.uses_kernel
-  # And never by a program: what is settled is only looked up.
-  compute = dataclasses.replace(compute, rejected_shapes=(attention_kernels.attention_shape(SETTLED, 256, 1),))
-  args, rest, _ = case((256, 4, 2, 64, 64))
-  rest['cfg'] = SETTLED
-  jax.jit(lambda q, k, v: layers.attention(q, k, v, compute=compute, **rest)).lower(*args[:3])
+  # A program that is traced looks up the result of the check, and never checks.
+  compute = dataclasses.replace(compute, rejected_shapes=(attention_kernels.attention_shape(MODEL, 256, 1),))
+  args, options, _ = case((256, 4, 2, 64, 64))
+  options['cfg'] = MODEL
+  jax.jit(lambda q, k, v: layers.attention(q, k, v, compute=compute, **options)).lower(*args[:3])
 
 
-def test_a_wrong_kernel_for_single_tokens_is_not_used(monkeypatch, settle, caplog):
-  """Also where attention is asked for by name: that names no kernel of decoding. No model that samples, no check."""
+def test_decoding_kernel_with_wrong_results_is_not_used(monkeypatch, verify_splash, caplog):
+  """Also with `attention: triton`, which names no decoding kernel. Without a model that samples, no check runs."""
   monkeypatch.setattr(kernel_check, '_DECODED', ((4, 4, 96, 8), (3, 5, 50, 16)))
   attend, calls = decode_triton.attend, []
 
-  def right(*args, **more):
+  def correct(*args, **options):
     calls.append(args[0].shape)
-    return attend(*args, interpret=True, **more)
+    return attend(*args, interpret=True, **options)
 
-  def wrong(q, cache, recent, filled, *rest, **more):
-    return right(q, cache, recent, filled // 2, *rest, **more)
+  def wrong(q, cache, recent, filled, *inputs, **options):
+    return correct(q, cache, recent, filled // 2, *inputs, **options)
 
   for name in 'auto', 'triton':
     compute = compute_for('gpu', 'bfloat16', 'none', name)
-    for kernel, used in ((wrong, False), (right, True)):
+    for kernel, used in ((wrong, False), (correct, True)):
       monkeypatch.setattr(decode_triton, 'attend', kernel)
       kernel_check.trusted.cache_clear()
-      settled = kernel_check.verify(compute, [], [SETTLED])
+      settled = kernel_check.verify(compute, [], [MODEL])
       assert settled == dataclasses.replace(compute, decode_kernel=used)
     assert 'decode is wrong on' in caplog.text
     (key,) = json.loads((probe.cache_file('attention.json')).read_text())
@@ -664,8 +686,8 @@ def test_a_wrong_kernel_for_single_tokens_is_not_used(monkeypatch, settle, caplo
   assert kernel_check.verify(compute, []) == compute and not calls
 
 
-def test_kernels_that_jax_cannot_import_are_not_used(monkeypatch, settle, caplog):
-  """As all of these once JAX has no Pallas for Triton; a run goes on, with a line for each of them."""
+def test_kernels_that_jax_cannot_import_are_not_used(monkeypatch, verify_splash, caplog):
+  """A later JAX may lack Pallas for Triton: a run goes on without these kernels, with one warning for each."""
   missing = 'attention_triton', 'decode_triton', 'grouped_triton'
   for name in missing:
     monkeypatch.delattr(models, name, raising=False)
@@ -682,14 +704,14 @@ def test_kernels_that_jax_cannot_import_are_not_used(monkeypatch, settle, caplog
   grouped_check.trusted.cache_clear()
 
 
-def test_a_run_says_what_decodes(tmp_path):
+def test_choices_report_which_implementation_decodes(tmp_path):
   folder = tiny.folder(tmp_path / 'model', head_dim=64)
-  for over, rejected, said in (
+  for overrides, rejected, attention in (
     (dict(), False, 'triton (gpu)'),
     (dict(), True, 'triton (gpu), decoding by XLA'),
     (dict(rollout=dict(page_size=16)), False, 'triton (gpu), decoding by XLA'),
   ):
-    (prepared,) = prepare.prepare_all(tiny.grpo_config(folder, **over))
+    (prepared,) = prepare.prepare_all(tiny.grpo_config(folder, **overrides))
     try:
       placed = place.place_stage(prepared)
     finally:
@@ -697,36 +719,36 @@ def test_a_run_says_what_decodes(tmp_path):
     compute = dataclasses.replace(
       compute_for('gpu', 'bfloat16', 'none'), **{'decode_kernel': False} if rejected else {}
     )
-    assert dataclasses.replace(placed, compute=compute).choices['model.attention'] == said
+    assert dataclasses.replace(placed, compute=compute).choices['model.attention'] == attention
 
 
-def test_what_is_asked_for_by_name_and_wrong_ends_the_run(monkeypatch, settle):
-  """This holds for short rows as well, for which `auto` would take no kernel."""
+def test_configured_kernel_with_wrong_results_ends_the_run(monkeypatch, verify_splash):
+  """Short rows are checked as well, for which `auto` would use no kernel."""
   monkeypatch.setattr(kernel_check, 'errors', lambda name, work, *rest: {'v': float(work.length == 64)})
   for platform, name in ('gpu', 'triton'), ('tpu', 'splash'):
     compute = compute_for(platform, 'bfloat16', 'none', name)
     assert compute.uses_kernel
-    assert kernel_check.verify(compute, [kernel_check.KernelUse(SETTLED, 256)]) == compute
+    assert kernel_check.verify(compute, [kernel_check.KernelUse(MODEL, 256)]) == compute
     with pytest.raises(
       InputError, match=f'attention: {name} is wrong on .* for rows of 64 tokens, .*: off by 1.0e[+]00 in v; '
     ):
-      kernel_check.verify(compute, [kernel_check.KernelUse(SETTLED, n) for n in (256, 64)])
+      kernel_check.verify(compute, [kernel_check.KernelUse(MODEL, n) for n in (256, 64)])
 
 
-def test_what_one_process_finds_wrong_none_uses(monkeypatch, settle):
-  whys = []
+def test_shape_rejected_by_another_process_is_not_used(monkeypatch, verify_splash):
+  reasons = []
 
-  def gather(mine):
-    whys.append(mine)
-    return [mine, ['off by 2.0e+00 in v'] * len(mine)]
+  def gather(own):
+    reasons.append(own)
+    return [own, ['off by 2.0e+00 in v'] * len(own)]
 
   monkeypatch.setattr(coordination, 'all_gather', gather)
-  assert [w.length for w in settle(GOOD, 256).rejected_shapes] == [256]
-  assert [w.length for w in settle(GOOD, 256).rejected_shapes] == [256]
-  assert whys == [[''], ['']]  # asked each time, whatever a process knows
+  assert [w.length for w in verify_splash(CORRECT_SPLASH, 256).rejected_shapes] == [256]
+  assert [w.length for w in verify_splash(CORRECT_SPLASH, 256).rejected_shapes] == [256]
+  assert reasons == [[''], ['']]  # processes compare results each time, also those of earlier checks
 
 
-EACH = """
+VERIFY_AS_RANK = """
 import sys
 sys.path.insert(0, 'tests')
 import tiny
@@ -744,13 +766,13 @@ print([w.length for w in compute.rejected_shapes])
 """
 
 
-def test_processes_agree_on_what_is_wrong(tmp_path):
-  """One of them finds a shape wrong: neither uses it."""
+def test_two_processes_agree_on_rejected_shapes(tmp_path):
+  """The process of rank 1 finds rows of 384 tokens wrong, and neither process uses the kernel for them."""
   address = free_address()
-  said = finish(
+  outputs = finish(
     [
       subprocess.Popen(
-        [sys.executable, '-c', EACH, address, str(rank)],
+        [sys.executable, '-c', VERIFY_AS_RANK, address, str(rank)],
         text=True,
         cwd=CLONE,
         stdout=subprocess.PIPE,
@@ -760,60 +782,63 @@ def test_processes_agree_on_what_is_wrong(tmp_path):
       for rank in range(2)
     ]
   )
-  assert [out.splitlines()[-1] for out, _ in said] == ['[384]', '[384]']
+  assert [out.splitlines()[-1] for out, _ in outputs] == ['[384]', '[384]']
 
 
 def test_all_shapes_of_a_run_are_checked(tmp_path, monkeypatch):
-  """Rows of every role, and what the sampler reads texts in."""
+  """They are those of the rows of every role, and the padded lengths in which the sampler reads prompts."""
   from jaxpost.programs.compile import Ledger
   from jaxpost.stage import config as config_lib
   from jaxpost.stage import kernel_uses, place, prepare
   from jaxpost.tools import completions, inference
 
-  def seen(use):
+  def key_of(use):
     return use.model.head_dim, use.length, use.parts
 
-  asked = []
+  verified = []
   monkeypatch.setattr(Compute, 'uses_kernel', True)
   monkeypatch.setattr(
-    kernel_check, 'verify', lambda compute, uses, decoded=(): (asked.append(set(map(seen, uses))), compute)[1]
+    kernel_check, 'verify', lambda compute, uses, decoded=(): (verified.append(set(map(key_of, uses))), compute)[1]
   )
   path = tiny.folder(tmp_path / 'model')
   other = tiny.folder(tmp_path / 'other', head_dim=32)
   size = tiny.config().head_dim
 
-  def uses(config, **kit):
-    (p,) = prepare.prepare_all(config)
+  def uses(config, **options):
+    (prepared,) = prepare.prepare_all(config)
     try:
-      place.place_stage(p, **kit)
+      place.place_stage(prepared, **options)
     finally:
-      p.close()
-    return asked.pop()
+      prepared.close()
+    return verified.pop()
 
   distill = tiny.run_config(path, algorithm='distill', distill=dict(teachers=(other,)), train=dict(row_length=96))
   assert uses(distill) == {(size, 96, 1), (32, 96, 1)}
-  with monkeypatch.context() as split:  # a student here, a teacher there
+  with monkeypatch.context() as split:  # student and teacher on meshes of their own
     split.setattr(kernel_uses, 'row_shards', lambda layout: layout)
-    (p,) = prepare.prepare_all(distill)
-    p.close()
-    assert set(map(seen, kernel_uses.attention_uses(p, dict(train=2, score=4), 96))) == {(size, 96, 2), (32, 96, 4)}
-  with pytest.raises(IndexError):  # a device that is only described
+    (prepared,) = prepare.prepare_all(distill)
+    prepared.close()
+    assert set(map(key_of, kernel_uses.attention_uses(prepared, dict(train=2, score=4), 96))) == {
+      (size, 96, 2),
+      (32, 96, 4),
+    }
+  with pytest.raises(IndexError):  # there is no device to check on
     uses(distill, ledger=Ledger(dry=True))
   rollout = dict(max_prompt_length=100, max_new_tokens=60)
-  found = uses(tiny.grpo_config(path, rollout=rollout))
-  assert found == {(size, n, 1) for n in (32, 64, 128, 160)}
+  of_grpo = uses(tiny.grpo_config(path, rollout=rollout))
+  assert of_grpo == {(size, n, 1) for n in (32, 64, 128, 160)}
   pairs = tiny.run_config(
     path,
     algorithm='dpo',
     data=dict(path='generated:arithmetic_pairs:max=99,ops=+,split=train,size=40'),
     train=dict(row_length=128),
   )
-  assert uses(pairs) == set()  # pairs that share their prompt go to XLA
+  assert uses(pairs) == set()  # XLA attends in pairs that share their prompt
   assert uses(tiny.merged(pairs, dict(preference=dict(share_prompt=False)))) == {(size, 128, 1)}
   completions.make_engine(
     inference.from_folder(path, config_lib.parse(distill)['distill']), slots=2, max_prompt=40, max_new_tokens=60
   )
-  assert asked.pop() == {(size, n, 1) for n in (32, 64, 100)}
+  assert verified.pop() == {(size, n, 1) for n in (32, 64, 100)}
 
 
 # ---------------------------------------------------------------- many devices
@@ -829,43 +854,43 @@ LAYOUTS = (
 
 
 def main():
-  """Prints {layout: error} of splash, each device with its own share."""
+  """Prints JSON {layout: relative error} of splash and of decoding on eight devices; a child process runs this."""
   from jaxpost.distributed.phases import make_layout
 
   kernel = attention_kernels.splash
   attention_kernels.KERNELS['splash'] = functools.partial(kernel, interpret=True)
-  attention_kernels.REFUSALS['splash'] = lambda *_: ''  # in float32, too
+  attention_kernels.REFUSALS['splash'] = lambda *_: ''  # splash refuses float32 otherwise
   out = {}
-  for windows in (), (40, 0):  # alike, or one of two under a scan
-    args, rest, g = case((128, 8, 2, 16, 16), sinks=True)
-    args, rest, g = jax.tree.map(
-      lambda x: jnp.tile(x, (4,) + (1,) * (x.ndim - 1)) if hasattr(x, 'ndim') and x.ndim > 1 else x, (args, rest, g)
+  for windows in (), (40, 0):  # layers alike, or of two kinds, with the window as an array
+    args, options, g = case((128, 8, 2, 16, 16), sinks=True)
+    args, options, g = jax.tree.map(
+      lambda x: jnp.tile(x, (4,) + (1,) * (x.ndim - 1)) if hasattr(x, 'ndim') and x.ndim > 1 else x, (args, options, g)
     )
-    rest |= dict(cfg=dataclasses.replace(rest['cfg'], layer_windows=windows))
+    options |= dict(cfg=dataclasses.replace(options['cfg'], layer_windows=windows))
     if windows:
-      rest |= dict(window=jnp.asarray(40))
-    right = both_ways(plain('reference', rest), args, g)
+      options |= dict(window=jnp.asarray(40))
+    expected = output_and_gradients(implementation('reference', options), args, g)
     for text in LAYOUTS:
       layout = make_layout(text, 'train')
       compute = dataclasses.replace(tiny.EXACT, attention='splash', forced=True)
 
-      def run(q, k, v, sinks, layout=layout, compute=compute, rest=rest):
+      def run(q, k, v, sinks, layout=layout, compute=compute, options=options):
         n = row_shards(layout)
         q, k, v = (context_parallel.stripe(x, n) for x in (q, k, v))
         return context_parallel.unstripe(
-          layers.attention(q, k, v, compute=compute, sinks=sinks, layout=layout, **rest), n
+          layers.attention(q, k, v, compute=compute, sinks=sinks, layout=layout, **options), n
         )
 
-      ours = both_ways(run, args, g)
+      actual = output_and_gradients(run, args, g)
       out[f'{text} {windows}'] = max(
         tiny.largest(a - b) / tiny.largest(b)
-        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(right), strict=True)
+        for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
       )
-  print(json.dumps(out | decoded()))
+  print(json.dumps(out | decoding_errors()))
 
 
-def decoded():
-  """{layout: error} of the kernel for single tokens; more devices than kv heads have all of them."""
+def decoding_errors():
+  """{layout: relative error} of the decoding kernel; with tensor=4 there are more devices than kv heads."""
   from jaxpost.distributed.phases import make_layout
 
   out, random = {}, np.random.RandomState(0)
@@ -875,24 +900,29 @@ def decoded():
   def draw(*shape):
     return jnp.asarray(random.standard_normal(shape), jnp.float32)
 
-  given = draw(8, 1, 4, 16), *((draw(8, 2, n, 16), draw(8, 2, n, 16)) for n in (40, 4)), jnp.arange(8) * 5, jnp.int32(2)
+  inputs = (
+    draw(8, 1, 4, 16),
+    *((draw(8, 2, n, 16), draw(8, 2, n, 16)) for n in (40, 4)),
+    jnp.arange(8) * 5,
+    jnp.int32(2),
+  )
   for text in 'data=4,tensor=2', 'data=2,tensor=4':
     for sinks in (None, draw(4)):
-      more = dict(compute=tiny.EXACT, window=0, cfg=cfg, sinks=sinks)
+      options = dict(compute=tiny.EXACT, window=0, cfg=cfg, sinks=sinks)
       layout = make_layout(text, 'rollout', '--mesh')
       with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode_triton, 'attend', run)
-        ours = jax.jit(functools.partial(decode_triton.cached_attention, layout=layout, **more))(*given)
-      right = decoding.cached_attention(*given, **more)
-      out[f'decode {text} {sinks is not None}'] = tiny.largest(ours - right) / tiny.largest(right)
+        actual = jax.jit(functools.partial(decode_triton.cached_attention, layout=layout, **options))(*inputs)
+      expected = decoding.cached_attention(*inputs, **options)
+      out[f'decode {text} {sinks is not None}'] = tiny.largest(actual - expected) / tiny.largest(expected)
   return out
 
 
-def test_each_device_has_its_own_rows_heads_and_stripe():
+def test_sharded_kernels_equal_reference_in_all_layouts():
   run = children.run(__file__, devices=8)
-  found = json.loads(run.stdout)
-  assert len(found) == 2 * len(LAYOUTS) + 4
-  assert {k: x for k, x in found.items() if not x <= 1e-5} == {}
+  errors = json.loads(run.stdout)
+  assert len(errors) == 2 * len(LAYOUTS) + 4
+  assert {k: x for k, x in errors.items() if not x <= 1e-5} == {}
 
 
 # ------------------------------------------------------- described accelerators
@@ -904,7 +934,7 @@ def needs(package, extra):
   )
 
 
-_UPDATE = r"""
+COMPILE_TRAIN_STEP = r"""
 import json, re, sys
 from jaxpost.planning import machines
 top = machines.parse(sys.argv[1])
@@ -941,10 +971,10 @@ print(json.dumps(out))
 """
 
 
-def described(topology, name, mesh='data=2,fsdp=2,tensor=2', **fields):
-  """{implementation: what its sharded train step does}, compiled for it."""
+def compiled_train_step(topology, name, mesh='data=2,fsdp=2,tensor=2', **fields):
+  """Returns what the train step compiled for `topology` does, with implementation `name` and with chunked attention."""
   done = subprocess.run(
-    [sys.executable, '-c', _UPDATE, topology, name, mesh, json.dumps(fields)],
+    [sys.executable, '-c', COMPILE_TRAIN_STEP, topology, name, mesh, json.dumps(fields)],
     capture_output=True,
     text=True,
     timeout=900,
@@ -952,8 +982,8 @@ def described(topology, name, mesh='data=2,fsdp=2,tensor=2', **fields):
     env=os.environ | {'PYTHONPATH': str(CLONE)},
   )
   assert done.returncode == 0, done.stderr[-3000:]
-  found = json.loads(done.stdout.splitlines()[-1])
-  return found[name], found['chunked']
+  measured = json.loads(done.stdout.splitlines()[-1])
+  return measured[name], measured['chunked']
 
 
 @needs('libtpu', 'jax[tpu]')
@@ -967,16 +997,16 @@ def described(topology, name, mesh='data=2,fsdp=2,tensor=2', **fields):
   ],
 )
 def test_a_train_step_with_splash_compiles_for_tpus(fields):
-  """Forward, again for the backward pass, and two kernels of that."""
-  ours, plain = described('v5e:2x4', 'splash', **fields)
+  """Each kind of layer has four kernels: forward, the same recomputed, and two of the backward pass."""
+  kernel, chunked = compiled_train_step('v5e:2x4', 'splash', **fields)
   kinds = len(set(fields.get('layer_windows', [0])))
-  assert len(ours['calls']) == 4 * kinds and not plain['calls']
-  assert plain['pairs'] and not ours['pairs']
-  # Recomputation adds a third.
-  assert 1.1 * ours['model'] < ours['flops']
-  # Products of queries with keys: 2 forward, 2 again, 3 and 4 backward, of two
-  # blocks three quarters; XLA has 2, 2 and 4, of one chunk all.
-  assert ours['flops'] - plain['flops'] == pytest.approx((0.75 * 11 - 8) * ours['product'], rel=1e-3)
+  assert len(kernel['calls']) == 4 * kinds and not chunked['calls']
+  assert chunked['pairs'] and not kernel['pairs']
+  # Recomputation of the forward pass adds a third.
+  assert 1.1 * kernel['model'] < kernel['flops']
+  # Splash has 11 products of queries with keys: 2 forward, 2 recomputed, 3 and 4 in the kernels of the backward pass;
+  # of the 2 x 2 blocks of a row it computes three. XLA has 2, 2 and 4 products, each of all pairs.
+  assert kernel['flops'] - chunked['flops'] == pytest.approx((0.75 * 11 - 8) * kernel['product'], rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -989,45 +1019,46 @@ def test_plans_count_the_blocks_of_splash(monkeypatch, tokens, n, window):
 
   from jaxpost.planning import kernels
 
-  made, process = [], lib.mask_info_lib.process_mask
+  masks, process = [], lib.mask_info_lib.process_mask
 
-  def kept(mask, block, **more):
-    out = process(mask, block, **more)
-    made.append((*mask.shape[1:], block[0], np.count_nonzero(out[0].block_mask)))
+  def record_mask(mask, block, **options):
+    out = process(mask, block, **options)
+    masks.append((*mask.shape[1:], block[0], np.count_nonzero(out[0].block_mask)))
     return out
 
-  monkeypatch.setattr(lib.mask_info_lib, 'process_mask', kept)
-  given = [jax.ShapeDtypeStruct((1, t, 1, 8), jnp.float32) for t in (tokens // n, tokens, tokens)]
+  monkeypatch.setattr(lib.mask_info_lib, 'process_mask', record_mask)
+  shapes = [jax.ShapeDtypeStruct((1, t, 1, 8), jnp.float32) for t in (tokens // n, tokens, tokens)]
   jax.eval_shape(
     functools.partial(
       attention_kernels.splash, sinks=None, window=window, cfg=tiny.config(), stripe=(0, n), interpret=True
     ),
-    *given,
+    *shapes,
     rows=attention_xla.PackedRows(*(jax.ShapeDtypeStruct((1, tokens), jnp.int32),) * 2),
   )
-  ((*sizes, blocks),) = set(made)  # forward, and for dq
+  ((*sizes, blocks),) = set(masks)  # the masks of forward and of dq are the same
   assert kernels.splash_blocks(*sizes, n, window) == blocks
 
 
 @needs('libtpu', 'jax[tpu]')
 @pytest.mark.long
-def test_so_does_one_of_stripes():
-  ours, plain = described('v5e:2x4', 'splash', 'data=2,context=2,tensor=2')
-  assert len(ours['calls']) == 4 and not plain['calls']
-  assert plain['pairs'] and not ours['pairs']
+def test_train_step_with_splash_of_stripes_compiles():
+  kernel, chunked = compiled_train_step('v5e:2x4', 'splash', 'data=2,context=2,tensor=2')
+  assert len(kernel['calls']) == 4 and not chunked['calls']
+  assert chunked['pairs'] and not kernel['pairs']
   # The 512 queries of a stripe are one block, so none of its keys is left out.
-  assert ours['flops'] - plain['flops'] == pytest.approx((11 - 8) * ours['product'], rel=1e-3)
+  assert kernel['flops'] - chunked['flops'] == pytest.approx((11 - 8) * kernel['product'], rel=1e-3)
 
 
 @needs('jax_cuda13_plugin', 'jax[cuda13]')
 @pytest.mark.long
 def test_a_train_step_with_triton_compiles_for_gpus():
   fields = dict(layer_windows=[256, 0] * 2, attention_softcap=20.0, biases=['sinks'])
-  ours, plain = described('h200:1x1x8', 'triton', **fields)
-  assert plain['pairs'] and not ours['pairs']
-  # Forward, again for the backward pass, and two kernels of that, for each kind of layer; loops are unrolled once.
-  assert len(set(ours['calls'])) == 8 and not plain['calls']
-  assert 1.1 * ours['model'] < ours['flops'] < plain['flops']
+  kernel, chunked = compiled_train_step('h200:1x1x8', 'triton', **fields)
+  assert chunked['pairs'] and not kernel['pairs']
+  # Four kernels for each of two kinds of layer: forward, the same recomputed, and two of the backward pass.
+  # Loops are unrolled once, so names repeat.
+  assert len(set(kernel['calls'])) == 8 and not chunked['calls']
+  assert 1.1 * kernel['model'] < kernel['flops'] < chunked['flops']
 
 
 if __name__ == '__main__':

@@ -1,4 +1,4 @@
-"""`config.mesh.train=auto`: compiled for, chosen, run on; on eight devices."""
+"""`config.mesh.train=auto` on eight devices: meshes are compiled, and the run uses the fastest that fits."""
 
 import json
 
@@ -71,7 +71,7 @@ out['notes'] = notes
 print(json.dumps(out))
 '''
 
-# Sources of weights that no shape is named after: a run, and folders by a relative path.
+# Weights that are not given by the name of a preset: of an earlier run, and of folders at a relative path.
 SOURCES = """
 import json, os, pathlib, sys
 sys.path.insert(0, 'tests')
@@ -101,7 +101,7 @@ print(json.dumps({n: len(metrics.read_rows(pathlib.Path('runs', n, 'metrics.json
 
 
 def run_script(code, folder):
-  """The JSON that a script prints last, on eight devices."""
+  """Runs a script on eight devices, and returns the JSON on its last line."""
   done = children.run('-c', code, str(folder), devices=8, timeout=600)
   return json.loads(done.stdout.splitlines()[-1])
 
@@ -112,29 +112,29 @@ def out(tmp_path_factory):
 
 
 @pytest.mark.ci
-def test_weights_of_a_run_or_a_relative_folder(tmp_path):
-  """Policies, critics and teachers; a critic on the frozen base of the policy's adapter, and one with its own."""
+def test_auto_mesh_reads_weights_of_runs_and_relative_folders(tmp_path):
+  """Policies, teachers, a critic on the frozen base of the policy's adapter, and a critic with its own weights."""
   assert run_script(SOURCES, tmp_path) == dict.fromkeys(('sft', 'shared', 'judged', 'distill'), 1)
 
 
-def test_of_unknown_chips_everything_is_fsdp(out):
+def test_unknown_chips_train_with_fsdp_alone(out):
   assert out['unknown'] == ['config.mesh.train of grpo: fsdp=-1', 'config.mesh.rollout of grpo: data=-1']
 
 
-def test_the_fastest_is_chosen_and_run(out):
+def test_fastest_mesh_is_chosen_and_kept_on_resume(out):
   best = min(out['seconds'], key=out['seconds'].get)
   assert len(set(out['seconds'].values())) == 3
   assert out['known'][0] == f'config.mesh.train of grpo: {best}'
   assert out['steps'] == [1, 2]
 
 
-def test_what_does_not_fit_is_not_chosen(out):
+def test_mesh_that_does_not_fit_is_not_chosen(out):
   slow = max(out['bytes'], key=out['bytes'].get)
   chosen = out[str(out['bytes'][slow] - 1)]
   assert 'fits on no mesh' in chosen or chosen['mesh.train'] != slow
   assert 'config.mesh.train: the update of grpo fits on no mesh' in out[str(min(out['bytes'].values()) - 1)]
 
 
-def test_what_is_left_out_is_named(out):
+def test_mesh_that_cannot_be_planned_is_reported(out):
   assert out['notes'][0] == 'fsdp=-1,tensor=2: no such axis'
   assert len(out['notes']) == 3

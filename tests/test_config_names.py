@@ -1,4 +1,4 @@
-"""Fields of a config that changed their names: the old name is refused with the new one."""
+"""Config fields that were renamed (`stage.field_names`): the old name is refused, and the message has the new one."""
 
 import json
 
@@ -11,7 +11,7 @@ from jaxpost.stage import field_names, resumed_run
 
 
 def nested(path, value=1):
-  """{'a': {'b': value}} of 'a.b'."""
+  """Returns {'a': {'b': value}} for 'a.b'."""
   for part in reversed(path.split('.')):
     value = {part: value}
   return value

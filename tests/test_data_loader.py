@@ -1,4 +1,4 @@
-"""Packing, windows, resume, evaluation batches and prompt streams."""
+"""`data.loader` and `data.prompts`: packing, windows, resume, rows shared by processes, evaluation batches, prompts."""
 
 import collections
 import dataclasses
@@ -22,7 +22,7 @@ NUM_ROWS, ROW_LENGTH = 37, 32
 
 
 def example(row):
-  """Document `row`: 2 to 20 tokens, all of them telling which it is."""
+  """Returns document `row`: 2 to 20 tokens, all with the value row + 1."""
   length = 2 + row * 7 % 19
   mask = np.arange(length) >= 1
   return chat.Example(np.full(length, row + 1, np.int32), mask)
@@ -37,8 +37,8 @@ def uneven(row):
   """Returns examples like `example`, some of them too long and some without a trained token."""
   if row % 9 == 0:
     return chat.Example(np.full(50, row + 1), np.arange(50) >= 1)
-  found = example(row)
-  return chat.Example(found.tokens, found.loss_mask & (row % 7 != 0))
+  plain = example(row)
+  return chat.Example(plain.tokens, plain.loss_mask & (row % 7 != 0))
 
 
 def take(stream, n):
@@ -47,13 +47,13 @@ def take(stream, n):
 
 
 def documents(batches):
-  """Every segment of the batches, as (tokens, positions) in order."""
-  found = []
+  """Returns (tokens, positions) of every segment of the batches, in order."""
+  segments = []
   for batch in batches:
     for tokens, positions, ids in zip(batch.tokens, batch.positions, batch.segment_ids):
       for s in range(1, ids.max() + 1):
-        found.append((tokens[ids == s].tolist(), positions[ids == s].tolist()))
-  return found
+        segments.append((tokens[ids == s].tolist(), positions[ids == s].tolist()))
+  return segments
 
 
 def test_pack_keeps_each_document_once_and_fits():
@@ -98,33 +98,33 @@ def test_to_batch_without_trained_tokens_weighs_nothing():
 def test_stream_keeps_each_token_of_each_epoch_once():
   # A window of one epoch: the rows of window w are exactly epoch w.
   stream = make(batch_size=1, window=NUM_ROWS)
-  batches, whole = [], 0
+  batches, total = [], 0
   for batch, info in stream:
     batches.append(batch)
     if info['epochs'] == 2.0:
       break
   stream.close()
-  found = collections.Counter()
+  counts = collections.Counter()
   for tokens, positions in documents(batches):
     row = tokens[0] - 1
     assert tokens == example(row).tokens.tolist()
     assert positions == list(range(len(tokens)))
-    found[row] += 1
-    whole += len(tokens)
-  assert found == {row: 2 for row in range(NUM_ROWS)}
-  assert whole == 2 * sum(len(example(r).tokens) for r in range(NUM_ROWS))
+    counts[row] += 1
+    total += len(tokens)
+  assert counts == {row: 2 for row in range(NUM_ROWS)}
+  assert total == 2 * sum(len(example(r).tokens) for r in range(NUM_ROWS))
 
 
-def test_info_tells_what_the_batch_holds():
+def test_info_counts_tokens_documents_and_context():
   stream = make()
   batch, info = next(stream)
   stream.close()
-  real = (batch.segment_ids > 0).sum()
-  assert info['tokens'] == real
-  assert info['packing_efficiency'] == real / (3 * ROW_LENGTH)
+  filled = (batch.segment_ids > 0).sum()
+  assert info['tokens'] == filled
+  assert info['packing_efficiency'] == filled / (3 * ROW_LENGTH)
   # Tokens of a document of n attend to 1, 2, ..., n.
-  seen = [n + 1 for _, positions in documents([batch]) for n in range(len(positions))]
-  assert len(seen) == real and info['mean_context'] == pytest.approx(np.mean(seen))
+  contexts = [n + 1 for _, positions in documents([batch]) for n in range(len(positions))]
+  assert len(contexts) == filled and info['mean_context'] == pytest.approx(np.mean(contexts))
   assert info['documents'] == len(documents([batch]))
   assert info['truncated'] == info['dropped'] == 0
   assert abs(batch.loss_weights.sum() - 1) < 1e-6
@@ -132,23 +132,23 @@ def test_info_tells_what_the_batch_holds():
 
 @pytest.mark.parametrize('packed', [True, False])
 def test_resume_at_each_batch_continues_the_same(packed):
-  whole = make(packing=packed, documents=uneven)
-  states, batches = [whole.state()], []
-  for batch, info in take(whole, 14):
+  uninterrupted = make(packing=packed, documents=uneven)
+  states, batches = [uninterrupted.state()], []
+  for batch, info in take(uninterrupted, 14):
     batches.append((batch, info))
-    states.append(whole.state())
-  whole.close()
+    states.append(uninterrupted.state())
+  uninterrupted.close()
   assert all(type(v) is int for s in states for v in s.values())
   for count in ('truncated', 'dropped'):
     assert sum(info[count] for _, info in batches) > 0
   for n in range(14):
     resumed = make(packing=packed, documents=uneven)
     resumed.restore(states[n])
-    for want, got in zip(batches[n:], take(resumed, 14 - n)):
-      assert want[1] == got[1]
+    for expected, actual in zip(batches[n:], take(resumed, 14 - n)):
+      assert expected[1] == actual[1]
       for a, b in zip(
-        (want[0].tokens, want[0].positions, want[0].segment_ids, want[0].loss_weights),
-        (got[0].tokens, got[0].positions, got[0].segment_ids, got[0].loss_weights),
+        (expected[0].tokens, expected[0].positions, expected[0].segment_ids, expected[0].loss_weights),
+        (actual[0].tokens, actual[0].positions, actual[0].segment_ids, actual[0].loss_weights),
       ):
         np.testing.assert_array_equal(a, b)
     assert resumed.state() == states[-1]
@@ -156,16 +156,16 @@ def test_resume_at_each_batch_continues_the_same(packed):
 
 
 def test_resume_into_another_batch_size_loses_no_row():
-  whole = make(batch_size=1)
-  rows = [b.tokens[0].tolist() for b, _ in take(whole, 24)]
-  whole.close()
+  uninterrupted = make(batch_size=1)
+  rows = [b.tokens[0].tolist() for b, _ in take(uninterrupted, 24)]
+  uninterrupted.close()
   first, second = make(batch_size=3), make(batch_size=2)
-  got = [r for b, _ in take(first, 4) for r in b.tokens.tolist()]
+  resumed = [r for b, _ in take(first, 4) for r in b.tokens.tolist()]
   second.restore(first.state())
-  got += [r for b, _ in take(second, 6) for r in b.tokens.tolist()]
+  resumed += [r for b, _ in take(second, 6) for r in b.tokens.tolist()]
   first.close()
   second.close()
-  assert got == rows
+  assert resumed == rows
 
 
 def test_restore_in_a_running_stream_goes_back():
@@ -173,13 +173,13 @@ def test_restore_in_a_running_stream_goes_back():
   start = stream.state()
   first = [b.tokens for b, _ in take(stream, 5)]
   stream.restore(start)
-  again = [b.tokens for b, _ in take(stream, 5)]
+  repeated = [b.tokens for b, _ in take(stream, 5)]
   stream.close()
-  np.testing.assert_array_equal(first, again)
+  np.testing.assert_array_equal(first, repeated)
 
 
 class Threads:
-  """Channels between threads that stand for `count` processes."""
+  """Makes channels between threads, which stand for `count` processes."""
 
   def __init__(self, count):
     self.count = count
@@ -200,7 +200,7 @@ class Threads:
 
 
 def rows_on(own):
-  """Stands for the placement of a batch on devices, of which this process has those of some rows."""
+  """Returns a stand-in for the placement of a batch, in which this process has the devices of the rows `own`."""
 
   def place(batch):
     shards = [types.SimpleNamespace(data=batch.tokens[n : n + 1]) for n in own]
@@ -210,51 +210,51 @@ def rows_on(own):
 
 
 def labeled(row):
-  """Returns examples like `uneven` with what optional fields and each divisor of weights read."""
-  found = uneven(row)
-  n = len(found.tokens)
+  """Returns examples like `uneven` with optional fields, and with the arrays that each divisor of weights reads."""
+  plain = uneven(row)
+  n = len(plain.tokens)
   ids = np.where(np.arange(n) < n // 2, 1, 2).astype(np.int32)
   label = np.full(n, row % 3 - 1.0, np.float32)
-  mask = found.loss_mask * np.float32(0.3 + row % 2)
-  return dataclasses.replace(found, loss_mask=mask, sequence_ids=ids, arrays={'label': label, 'n': np.arange(n)})
+  mask = plain.loss_mask * np.float32(0.3 + row % 2)
+  return dataclasses.replace(plain, loss_mask=mask, sequence_ids=ids, arrays={'label': label, 'n': np.arange(n)})
 
 
 @pytest.mark.parametrize('count, per', [(2, 'token'), (2, 'sequence'), (4, 'pair'), (4, 'label'), (1, 'token')])
-def test_processes_build_the_batches_of_one(count, per, monkeypatch):
-  """Each its own rows: some have one in common, one has none; weights and counts are of all documents."""
+def test_shared_stream_builds_the_batches_of_one_process(count, per, monkeypatch):
+  """Each process fills its own rows; some share a row, one has none. Weights and counts are those of all documents."""
   monkeypatch.setattr(shared_rows, '_WINDOW_ROWS', 2)  # two windows are shared at a time
   options = dict(documents=labeled, per=per, window=9)
-  whole = make(5, **options)
+  single = make(5, **options)
   position, batches = [], []
-  for made in take(whole, 3):
-    batches.append(made)
-    position.append(whole.state())
-  whole.close()
+  for batch_and_info in take(single, 3):
+    batches.append(batch_and_info)
+    position.append(single.state())
+  single.close()
   owned = {1: [range(5)], 2: [{0, 2}, {1, 2, 3, 4}], 4: [{0, 3}, {3, 4}, {1, 2}, set()]}[count]
   streams = [shared_rows.SharedStream(make(5, **options), batches[0][0], rows_on(own)) for own in owned]
-  for start in (0, 2):  # from the begin, and resumed after two batches
+  for start in (0, 2):  # from the start, and resumed after two batches
     threads = Threads(count)
     for index, stream in enumerate(streams):
       if start:
         stream.restore(position[start - 1])
       monkeypatch.setattr(shared_rows, 'Channel', functools.partial(threads.channel, index))
       stream._start()
-    for want, info in batches[start:]:
-      for (got, facts), own in zip([next(stream) for stream in streams], owned):
-        assert facts == info
-        for name, array in (vars(want) | want.arrays).items():
+    for expected, info in batches[start:]:
+      for (actual, actual_info), own in zip([next(stream) for stream in streams], owned):
+        assert actual_info == info
+        for name, array in (vars(expected) | expected.arrays).items():
           if isinstance(array, np.ndarray):
-            here, rows = (vars(got) | got.arrays)[name], sorted(own)
-            np.testing.assert_array_equal(here[rows], array[rows])
-            assert here.shape == array.shape and not np.delete(here, rows, 0).any()
+            actual_array, rows = (vars(actual) | actual.arrays)[name], sorted(own)
+            np.testing.assert_array_equal(actual_array[rows], array[rows])
+            assert actual_array.shape == array.shape and not np.delete(actual_array, rows, 0).any()
     assert [stream.state() for stream in streams] == [position[-1]] * count
     threads.barrier.abort()
     for stream in streams:
       stream.close()
 
 
-def test_what_others_render_is_not_time_of_this_host(monkeypatch):
-  """The main thread waits 0.5 s for a batch; of these, its thread has waited for another process for 0.3 s."""
+def test_time_waiting_for_other_processes_is_counted_apart(monkeypatch):
+  """The main thread waits 0.5 s for a batch, and the thread of the stream waits 0.3 s of these for another process."""
   first = make().peek()
   stream = shared_rows.SharedStream(make(), first, rows_on(range(3)))
   channel = types.SimpleNamespace(index=0, count=1, closed=threading.Event(), waited=7.0)
@@ -270,7 +270,7 @@ def test_what_others_render_is_not_time_of_this_host(monkeypatch):
   before = seconds_waited()
   next(stream)
   assert seconds_waited() - before == pytest.approx(0.3)
-  channel.waited += 100  # while this process did other things
+  channel.waited += 100  # while the main thread did other work, so this is not its waiting
   before = seconds_waited()
   next(stream)
   assert seconds_waited() - before < 0.6
@@ -279,25 +279,25 @@ def test_what_others_render_is_not_time_of_this_host(monkeypatch):
 
 @pytest.mark.parametrize('column', ['sequence_ids', 'arrays'])
 def test_a_column_that_the_first_batch_lacks_is_refused(column, monkeypatch):
-  """A process whose batch has it would run another program than the others, and all would hang."""
+  """A process whose batch has this column would run another program than the others, and all would hang."""
 
-  def more(row):
-    found = example(row)
-    ids = np.arange(len(found.tokens), dtype=np.int32)
-    return dataclasses.replace(found, **{column: ids if column == 'sequence_ids' else {'n': ids}})
+  def with_column(row):
+    plain = example(row)
+    ids = np.arange(len(plain.tokens), dtype=np.int32)
+    return dataclasses.replace(plain, **{column: ids if column == 'sequence_ids' else {'n': ids}})
 
-  stream = shared_rows.SharedStream(make(documents=more), make().peek(), rows_on(range(3)))
+  stream = shared_rows.SharedStream(make(documents=with_column), make().peek(), rows_on(range(3)))
   monkeypatch.setattr(shared_rows, 'Channel', functools.partial(Threads(1).channel, 0))
   stream._start()
   with pytest.raises(InputError, match='which the first batch does not have'):
     next(stream)
 
 
-def test_other_files_on_a_process_are_noticed(monkeypatch):
-  """A document that another process has measured is as long here, or the run ends."""
+def test_processes_with_different_files_are_refused(monkeypatch):
+  """If a document has another length than on the process that measured it, the run ends."""
   first = make().peek()
-  threads, made = Threads(2), [make(), make(documents=lambda row: example(row + 1))]
-  streams = [shared_rows.SharedStream(stream, first, rows_on(range(3))) for stream in made]
+  threads, packed_streams = Threads(2), [make(), make(documents=lambda row: example(row + 1))]
+  streams = [shared_rows.SharedStream(stream, first, rows_on(range(3))) for stream in packed_streams]
   for index, stream in enumerate(streams):
     monkeypatch.setattr(shared_rows, 'Channel', functools.partial(threads.channel, index))
     stream._start()
@@ -306,7 +306,7 @@ def test_other_files_on_a_process_are_noticed(monkeypatch):
       next(stream)
 
 
-def test_restore_refuses_another_meaning():
+def test_restore_refuses_state_of_another_seed():
   state = make().state()
   with pytest.raises(InputError, match='seed=5 and this run has seed=6'):
     make(seed=6).restore(state)
@@ -325,16 +325,16 @@ def test_epochs_are_shuffled_anew_and_by_seed():
 
 @pytest.mark.parametrize('size', [2, 3, 16, 50, 257, 1024])
 def test_few_rows_have_the_order_of_grain(size):
-  for seed in (0, 5, (1 << 32) - 1):  # the last: its next epoch begins at 0 again
+  for seed in (0, 5, (1 << 32) - 1):  # the seed after the last one is 0 again
     expected = grain.MapDataset.range(7, 7 + size).shuffle(seed=seed).repeat()
-    found = few_rows.endless(7, size, seed)
+    row_at = few_rows.endless(7, size, seed)
     for index in (0, 1, size - 1, size, 3 * size + size // 2):
-      assert found(index) == expected[index]
-  assert sorted(map(found, range(size, 2 * size))) == list(range(7, 7 + size))
+      assert row_at(index) == expected[index]
+  assert sorted(map(row_at, range(size, 2 * size))) == list(range(7, 7 + size))
 
 
 def test_few_rows_are_shuffled_once_an_epoch(monkeypatch):
-  """grain takes milliseconds for each document of few rows; a window has thousands of documents."""
+  """Computing the order takes grain milliseconds per document, and a window has thousands of documents."""
   encryption, calls = few_rows._encryption, []
   monkeypatch.setattr(few_rows, '_encryption', lambda seed: calls.append(seed) or encryption(seed))
   monkeypatch.setattr(grain.MapDataset, 'shuffle', None)
@@ -351,7 +351,7 @@ def test_few_rows_are_shuffled_once_an_epoch(monkeypatch):
 
 
 def long_example(row):
-  """Document 2 is over-long; document 3 is and its prompt fills the row."""
+  """Returns documents, of which 2 and 3 are too long; the prompt of document 3 alone fills the row."""
   length = 50 if row in (2, 3) else 10
   return chat.Example(np.full(length, row, np.int32), np.arange(length) >= (40 if row == 3 else 1))
 
@@ -409,7 +409,7 @@ def test_without_packing_each_row_is_a_document():
   stream.close()
 
 
-def test_the_chosen_window_fills_rows():
+def test_default_window_fills_rows():
   stream = make(window=0, batch_size=8)
   fills = [info['packing_efficiency'] for _, info in take(stream, 16)]
   stream.close()
@@ -420,8 +420,8 @@ def test_eval_batches_hold_each_example_once():
   examples = [example(r) for r in range(NUM_ROWS)]
   batches = held_out_loss.eval_batches(examples, 4, ROW_LENGTH)
   assert all(b.tokens.shape == (4, ROW_LENGTH) for b in batches)
-  found = sorted(tokens for tokens, _ in documents(batches))
-  assert found == sorted(e.tokens.tolist() for e in examples)
+  tokens_of_segments = sorted(tokens for tokens, _ in documents(batches))
+  assert tokens_of_segments == sorted(e.tokens.tolist() for e in examples)
   # Sums over the batches are means over all trained tokens.
   count = sum(e.loss_mask[1:].sum() for e in examples)
   weights = np.concatenate([b.loss_weights for b in batches])
@@ -429,7 +429,7 @@ def test_eval_batches_hold_each_example_once():
   np.testing.assert_allclose(weights[weights > 0], 1 / count, rtol=1e-6)
 
 
-def test_eval_batches_leave_out_what_is_not_there():
+def test_eval_batches_leave_out_missing_examples():
   (batch,) = held_out_loss.eval_batches([None, example(1), None], 1, ROW_LENGTH)
   assert documents([batch])[0][0] == example(1).tokens.tolist()
   with pytest.raises(InputError, match='none of the 0 documents'):
@@ -447,18 +447,18 @@ def prompt_stream(per_step=3, rows=None, **options):
   )
 
 
-def test_prompts_resume_and_number_on():
-  whole = prompt_stream()
-  flat = [p for _ in range(8) for p in next(whole)[0]]
-  assert [p.index for p in flat] == list(range(24))
+def test_resumed_prompts_continue_order_and_index():
+  uninterrupted = prompt_stream()
+  expected = [p for _ in range(8) for p in next(uninterrupted)[0]]
+  assert [p.index for p in expected] == list(range(24))
   first, second = prompt_stream(per_step=4), prompt_stream(per_step=5)
-  got = [p for _ in range(2) for p in next(first)[0]]
+  resumed = [p for _ in range(2) for p in next(first)[0]]
   second.restore(first.state())
-  got += [p for _ in range(3) for p in next(second)[0]]
-  assert [p.prompt for p in got] == [p.prompt for p in flat[:23]]
-  assert len({p.prompt[0]['content'] for p in flat[:10]}) == 10
-  assert flat[0].tokens.dtype == np.int32
-  assert flat[0].columns.keys() == {'completion', 'answer'}
+  resumed += [p for _ in range(3) for p in next(second)[0]]
+  assert [p.prompt for p in resumed] == [p.prompt for p in expected[:23]]
+  assert len({p.prompt[0]['content'] for p in expected[:10]}) == 10
+  assert expected[0].tokens.dtype == np.int32
+  assert expected[0].columns.keys() == {'completion', 'answer'}
   with pytest.raises(InputError, match='seed=3'):
     second.restore({**first.state(), 'seed': 4})
 
@@ -482,15 +482,15 @@ def test_rows_skipped_while_reading_are_counted_on_after_a_resume(tmp_path):
       rows, tokenizer_lib.load('bytes'), per_step=1, seed=3, max_prompt_length=5, shuffle=False
     )
 
-  whole, again = stream(), stream()
-  counts = [next(whole)[1]['skipped'] for _ in range(2)]
-  state = json.loads(json.dumps(whole.state()))
-  again.restore(state)
-  assert [*counts, next(again)[1]['skipped']] == [0, 1, 3]
-  del state['skipped']  # of an older version
-  again = stream()
-  again.restore(state)
-  assert next(again)[1]['skipped'] == 2
+  uninterrupted, resumed = stream(), stream()
+  counts = [next(uninterrupted)[1]['skipped'] for _ in range(2)]
+  state = json.loads(json.dumps(uninterrupted.state()))
+  resumed.restore(state)
+  assert [*counts, next(resumed)[1]['skipped']] == [0, 1, 3]
+  del state['skipped']  # as in the state of an older version
+  resumed = stream()
+  resumed.restore(state)
+  assert next(resumed)[1]['skipped'] == 2
 
 
 def test_prompt_of_a_chat_ends_before_the_last_answer():
@@ -510,8 +510,8 @@ def test_prompt_of_a_chat_ends_before_the_last_answer():
 def test_preview_shows_trained_text_and_fill():
   tokenizer = tokenizer_lib.load('bytes')
   row = {'prompt': 'ab', 'completion': 'cd'}
-  found = preview.preview([chat.make_example(tokenizer, row, 'x')], tokenizer, row_length=10)
-  assert 'abcd<|im_end|>' in found[0].plain
-  styles = {found[0].plain[s.start : s.end]: str(s.style) for s in found[0].spans}
+  renderables = preview.preview([chat.make_example(tokenizer, row, 'x')], tokenizer, row_length=10)
+  assert 'abcd<|im_end|>' in renderables[0].plain
+  styles = {renderables[0].plain[s.start : s.end]: str(s.style) for s in renderables[0].spans}
   assert styles['cd<|im_end|>'] == 'green' and styles['ab'] == 'dim'
-  assert '50.0% filled' in found[1].caption
+  assert '50.0% filled' in renderables[1].caption

@@ -1,6 +1,6 @@
-"""Distillation: the divergence in the head, and how documents lie in rows.
+"""Distillation: the divergence from teachers in the fused head, top-k caches, and independence of the packing.
 
-Legend: B rows, T tokens, D hidden size, V vocabulary, k kept of it.
+Legend: B rows, T tokens, D hidden size, V vocabulary, k tokens kept of it.
 """
 
 import dataclasses
@@ -33,8 +33,8 @@ from jaxpost.types import Batch
 GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden/losses.json').read_text())
 
 
-def of(**fields):
-  """A config whose `distill` has one teacher, or these fields."""
+def config_of(**fields):
+  """Returns a config of distillation from one teacher, or with these fields."""
   plain = config_lib.parse(dict(algorithm='distill', distill=dict(teachers=('teacher',)) | fields))
   return plain['distill']
 
@@ -52,7 +52,7 @@ def plan(config, vocab, elements=2**20):
 
 @pytest.mark.parametrize('elements', [2**20, 2 * 2 * 11])
 @pytest.mark.parametrize('name', [n for n in GOLDEN['cases'] if 'gkd' in n])
-def test_figures_of_trl_through_the_head(name, elements):
+def test_divergence_equals_figures_of_trl(name, elements):
   beta, temperature = map(float, re.findall(r'beta(.*)_T(.*)', name)[0])
   inputs = GOLDEN['inputs']
   student, teacher = (jnp.asarray(inputs[k]) for k in ('student_logits', 'teacher_logits'))
@@ -60,8 +60,8 @@ def test_figures_of_trl_through_the_head(name, elements):
   mask = (labels != -100).astype(jnp.float32)
   vocab = student.shape[-1]
   head = jnp.eye(vocab)
-  loss, found = head_lib.fused_loss(
-    plan(of(beta=beta, temperature=temperature), vocab, elements),
+  loss, metrics = head_lib.fused_loss(
+    plan(config_of(beta=beta, temperature=temperature), vocab, elements),
     student,
     head,
     jnp.maximum(labels, 0),
@@ -70,7 +70,7 @@ def test_figures_of_trl_through_the_head(name, elements):
     teachers=[(teacher, head)],
   )
   assert float(loss) == pytest.approx(GOLDEN['cases'][name], rel=1e-5)
-  assert float(found['divergence']) == pytest.approx(float(loss))
+  assert float(metrics['divergence']) == pytest.approx(float(loss))
 
 
 B, T, D, V, REAL = 3, 10, 8, 24, 21  # the vocabulary is padded to 24
@@ -78,7 +78,7 @@ B, T, D, V, REAL = 3, 10, 8, 24, 21  # the vocabulary is padded to 24
 
 @pytest.fixture(scope='module')
 def case():
-  """A student of 21 tokens; teachers of 21 (wider) and of 17 tokens."""
+  """Arrays of a student with a vocabulary of 21, a wider teacher with 21, and a narrower teacher with 17."""
   random = np.random.RandomState(0)
 
   def normal(*s):
@@ -96,7 +96,7 @@ def case():
 
 
 def dense(case, config, hidden, head):
-  """The loss from all logits at once, by the formulas of the paper."""
+  """Returns the loss from all logits at once, by the formulas of the paper."""
   d = config.distill
 
   def mm(h, w):
@@ -123,9 +123,9 @@ def dense(case, config, hidden, head):
 @pytest.mark.parametrize('elements', [2**20, B * V * 3, 1])
 @pytest.mark.parametrize('beta', [0.0, 0.3, 1.0])
 def test_gradients_are_those_of_all_logits(case, beta, elements):
-  config = of(teachers=('a', 'b'), weights=(1.0, 3.0), beta=beta, temperature=1.7, nll_coef=0.4)
+  config = config_of(teachers=('a', 'b'), weights=(1.0, 3.0), beta=beta, temperature=1.7, nll_coef=0.4)
   args = case['hidden'], case['head']
-  ours = jax.jit(
+  actual = jax.jit(
     jax.value_and_grad(
       lambda h, w: head_lib.fused_loss(
         plan(config, REAL, elements), h, w, case['labels'], case['weights'], arrays={}, teachers=case['teachers']
@@ -133,19 +133,19 @@ def test_gradients_are_those_of_all_logits(case, beta, elements):
       (0, 1),
     )
   )(*args)
-  theirs = jax.value_and_grad(lambda h, w: dense(case, config, h, w), (0, 1))(*args)
-  for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)):
+  expected = jax.value_and_grad(lambda h, w: dense(case, config, h, w), (0, 1))(*args)
+  for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected)):
     np.testing.assert_allclose(a, b, atol=2e-5 * tiny.largest(b))
 
 
-def test_weights_of_teachers(case):
-  """The weights are normalized; the default is one for each teacher."""
+def test_weights_average_the_teachers(case):
+  """The weights are normalized; by default each teacher has weight 1."""
 
   def loss(**fields):
     count = len(fields['teachers'])
     return float(
       head_lib.fused_loss(
-        plan(of(**fields), REAL),
+        plan(config_of(**fields), REAL),
         case['hidden'],
         case['head'],
         case['labels'],
@@ -166,10 +166,10 @@ def test_weights_of_teachers(case):
   'fields', [dict(beta=0.9), dict(temperature=2.0), dict(nll_coef=0.3), dict(weights=(1.0, 3.0))]
 )
 def test_every_field_changes_the_loss(case, fields):
-  one, two = (
+  default_loss, changed_loss = (
     float(
       head_lib.fused_loss(
-        plan(of(teachers=('a', 'b'), **more), REAL),
+        plan(config_of(teachers=('a', 'b'), **overrides), REAL),
         case['hidden'],
         case['head'],
         case['labels'],
@@ -178,29 +178,31 @@ def test_every_field_changes_the_loss(case, fields):
         teachers=case['teachers'],
       )[0]
     )
-    for more in ({}, fields)
+    for overrides in ({}, fields)
   )
-  assert abs(one - two) > 1e-3
+  assert abs(default_loss - changed_loss) > 1e-3
 
 
 @pytest.mark.parametrize('elements', [2**20, B * V * 3])
-def test_top_tokens(case, elements):
-  p = plan(of(), REAL, elements)._replace(loss_fn=None, temperature=0.7)
-  ids, logprobs = jax.jit(lambda h, w: topk_lib.top_tokens(p, h, w, case['weights'], 5))(case['hidden'], case['head'])
+def test_top_tokens_equal_those_of_all_logits(case, elements):
+  top_plan = plan(config_of(), REAL, elements)._replace(loss_fn=None, temperature=0.7)
+  ids, logprobs = jax.jit(lambda h, w: topk_lib.top_tokens(top_plan, h, w, case['weights'], 5))(
+    case['hidden'], case['head']
+  )
   logits = jnp.einsum('btd,vd->btv', case['hidden'], case['head'][:REAL], precision='highest')
-  top, place = jax.lax.top_k(jax.nn.log_softmax(logits / 0.7), 5)
+  top, top_ids = jax.lax.top_k(jax.nn.log_softmax(logits / 0.7), 5)
   mask = (case['weights'] != 0)[..., None]
-  np.testing.assert_array_equal(ids, jnp.where(mask, place, 0))
+  np.testing.assert_array_equal(ids, jnp.where(mask, top_ids, 0))
   np.testing.assert_allclose(logprobs, jnp.where(mask, top, 0), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize('beta', [0.0, 0.5, 1.0])
-def test_all_tokens_kept_are_the_whole_distribution(case, beta):
+def test_cache_of_all_tokens_equals_the_whole_distribution(case, beta):
   teacher = case['teachers'][0]
-  whole = of(beta=beta, temperature=0.8)
-  kept = of(beta=beta, temperature=0.8, top_k=REAL)
+  all_logits = config_of(beta=beta, temperature=0.8)
+  all_cached = config_of(beta=beta, temperature=0.8, top_k=REAL)
   ids, logprobs = topk_lib.top_tokens(
-    plan(whole, REAL)._replace(loss_fn=None, temperature=0.8), *teacher, case['weights'], REAL
+    plan(all_logits, REAL)._replace(loss_fn=None, temperature=0.8), *teacher, case['weights'], REAL
   )
 
   def run(config, arrays, teachers):
@@ -216,21 +218,21 @@ def test_all_tokens_kept_are_the_whole_distribution(case, beta):
       )[0]
     )(case['hidden'])
 
-  full = run(whole, {}, [teacher])
+  expected = run(all_logits, {}, [teacher])
   size = jnp.full(ids.shape[:2], REAL)
-  cached = run(kept, dict(teacher_0_ids=ids, teacher_0_logprobs=logprobs, teacher_0_vocab_size=size), ())
-  for a, b in zip(full, cached):
+  actual = run(all_cached, dict(teacher_0_ids=ids, teacher_0_logprobs=logprobs, teacher_0_vocab_size=size), ())
+  for a, b in zip(expected, actual):
     np.testing.assert_allclose(a, b, atol=1e-5 * tiny.largest(a))
-  some = dict(teacher_0_ids=ids[..., :3], teacher_0_logprobs=logprobs[..., :3], teacher_0_vocab_size=size)
-  few = run(of(beta=beta, temperature=0.8, top_k=3), some, ())
-  assert 0 < few[0] < full[0]  # what is merged cannot differ
+  three_tokens = dict(teacher_0_ids=ids[..., :3], teacher_0_logprobs=logprobs[..., :3], teacher_0_vocab_size=size)
+  of_three = run(config_of(beta=beta, temperature=0.8, top_k=3), three_tokens, ())
+  assert 0 < of_three[0] < expected[0]  # tokens outside the top 3 are merged, so their differences do not count
 
 
 ROWS, LENGTH, MICRO, Q, WIDE = 2, 128, 2, 32, 640
 
 
 def biggest_array(make, elements) -> int:
-  """Elements of the largest array in a compiled program."""
+  """Returns the number of elements of the largest array in a compiled program."""
   model = model_lib.build(tiny.config(vocab_size=WIDE, num_layers=1))
   layout = tiny.one_device()
   compute = dataclasses.replace(tiny.EXACT, dtype='bfloat16', head_elements=elements, q_chunk=Q)
@@ -250,7 +252,7 @@ def compiled_update(model, layout, compute, params, batch, like):
   optimizer = optax.sgd(0.1)
   update = train.make_update(
     model,
-    distill.objective(of()),
+    distill.objective(config_of()),
     optimizer,
     lambda step: 0.1,
     layout,
@@ -275,10 +277,10 @@ def compiled_topk(model, layout, compute, params, batch, like):
 
 @pytest.mark.parametrize('make', [compiled_update, compiled_topk])
 def test_no_program_holds_all_logits(make):
-  whole, chunk = ROWS * LENGTH * WIDE, ROWS * 16 * WIDE
-  assert biggest_array(make, 2**30) >= whole  # so the test can see them
-  scores = ROWS * 4 * Q * LENGTH  # of attention
-  assert biggest_array(make, chunk) <= max(chunk, scores) < whole / 4
+  all_logits, chunk = ROWS * LENGTH * WIDE, ROWS * 16 * WIDE
+  assert biggest_array(make, 2**30) >= all_logits  # the count sees logits where one chunk holds all
+  scores = ROWS * 4 * Q * LENGTH  # scores of attention
+  assert biggest_array(make, chunk) <= max(chunk, scores) < all_logits / 4
 
 
 # ------------------------------------- how documents lie in rows and batches
@@ -286,7 +288,7 @@ def test_no_program_holds_all_logits(make):
 
 @pytest.fixture(scope='module')
 def models():
-  """(student, teacher) with their parameters; other width and depth."""
+  """(student, teacher), each with its parameters; the teacher is wider and deeper."""
   student = model_lib.build(tiny.config(num_layers=1))
   teacher = model_lib.build(tiny.config(hidden_size=48, num_layers=2))
   return (student, tiny.params(student, 1)), (teacher, tiny.params(teacher, 2))
@@ -300,7 +302,7 @@ def documents():
   return out
 
 
-ARRANGED = {  # rows of documents, row length, rows at a time, head elements
+ARRANGEMENTS = {  # rows of documents, row length, rows at a time, head elements
   'one a row': ([[0], [1], [2], [3], [4]], 20, 5, 2**20),
   'packed': ([[4, 0], [1, 3], [2]], 33, 3, 2**20),
   'padded': ([[4, 0], [], [1, 3], [2]], 64, 4, 2**20),
@@ -311,54 +313,54 @@ ARRANGED = {  # rows of documents, row length, rows at a time, head elements
 
 @pytest.mark.parametrize('topk', [0, 7])
 def test_loss_does_not_depend_on_the_arrangement(models, topk):
-  (student, params), (teacher, theirs) = models
-  layout, config = tiny.one_device(), of(top_k=topk, beta=0.3, nll_coef=0.1)
+  (student, params), (teacher, teacher_params) = models
+  layout, config = tiny.one_device(), config_of(top_k=topk, beta=0.3, nll_coef=0.1)
 
   def run(rows, length, micro, elements):
     compute = dataclasses.replace(tiny.EXACT, head_elements=elements)
-    made = documents()
+    examples = documents()
     if topk:
       spec = distill.precompute(config)['teacher_0']
       program = topk_lib.make_topk(teacher, layout, compute, Ledger(), k=topk, vocab_size=131, temperature=1.0)
 
       def topk_of(batch):
-        found = spec.read(program(theirs, roles_lib.without_signal(roles_lib.place(layout, micro, batch))))
-        return {k: np.asarray(x).reshape(-1, length, *x.shape[3:]) for k, x in found.items()}
+        top = spec.read(program(teacher_params, roles_lib.without_signal(roles_lib.place(layout, micro, batch))))
+        return {k: np.asarray(x).reshape(-1, length, *x.shape[3:]) for k, x in top.items()}
 
-      made = Documents(documents().__getitem__, 5, spec.arrays)
-      made.fill(
+      examples = Documents(documents().__getitem__, 5, spec.arrays)
+      examples.fill(
         documents(), precompute.read(documents().__getitem__, 5, spec.arrays, topk_of, len(rows), row_length=length)
       )
     batch = roles_lib.place(
-      layout, micro, packing.to_batch([[made[n] for n in row] for row in rows], length, len(rows))
+      layout, micro, packing.to_batch([[examples[n] for n in row] for row in rows], length, len(rows))
     )
     frozen = {}
     if not topk:
       hidden = score.make_hidden(teacher, layout, compute, Ledger())
-      batch = batch.replace(teacher_hidden=(hidden(theirs, batch),))
-      frozen = {'teacher_heads': (teacher.head(theirs),)}
+      batch = batch.replace(teacher_hidden=(hidden(teacher_params, batch),))
+      frozen = {'teacher_heads': (teacher.head(teacher_params),)}
     loss = train.make_loss(student, distill.objective(config), layout, compute)
     return jax.jit(lambda p, b: train.accumulate(lambda p, micro: loss(p, micro, 0, frozen), p, b))(params, batch)
 
-  (loss, _), grads = run(*ARRANGED['one a row'])
-  for name in list(ARRANGED)[1:]:
-    (other, _), others = run(*ARRANGED[name])
+  (loss, _), grads = run(*ARRANGEMENTS['one a row'])
+  for name in list(ARRANGEMENTS)[1:]:
+    (other, _), others = run(*ARRANGEMENTS[name])
     assert float(other) == pytest.approx(float(loss), rel=1e-5), name
     for a, b in zip(jax.tree.leaves(others), jax.tree.leaves(grads)):
       np.testing.assert_allclose(a, b, atol=2e-5 * tiny.largest(b), err_msg=name)
 
 
-def test_long_documents_keep_the_values_of_what_fits():
-  """An array lies at the tokens that were read, also where a row is short."""
+def test_precomputed_arrays_of_long_documents_hold_the_tokens_that_fit():
+  """Where rows are shorter than a document, the array has the trained tokens that were read, and zeros elsewhere."""
   example = dataclasses.replace(documents()[4], arrays={})
   fields = {'seen': ((), np.int32)}
 
   def run(batch):
     return {'seen': batch.tokens}
 
-  made = Documents((None, example).__getitem__, 2, fields)
-  made.fill([None, example], precompute.read(made.plain, 2, fields, run, 2, row_length=8))
-  assert made[0] is None
-  seen = made[1].arrays['seen']
+  examples = Documents((None, example).__getitem__, 2, fields)
+  examples.fill([None, example], precompute.read(examples.plain, 2, fields, run, 2, row_length=8))
+  assert examples[0] is None
+  seen = examples[1].arrays['seen']
   np.testing.assert_array_equal(seen[3:8], example.tokens[3:8])
   assert not seen[:3].any() and not seen[8:].any()

@@ -1,7 +1,7 @@
-"""Four processes make the run that one makes, and any number goes on with it.
+"""Four processes make the same run as one, and other numbers of processes and meshes resume it.
 
-With the driver, the runs and the promises of test_processes.py: counts,
-rewards and data order exactly, floats to 1e-5, restored state bit for bit.
+Uses the driver, the runs and the tolerances of test_processes.py: counts, rewards and data order are equal,
+floats are within 1e-5, and restored state is equal bit for bit.
 """
 
 import json
@@ -17,22 +17,22 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope='module')
 def one(folder):
-  """Returns {name: (steps, digest)} of the runs of one process."""
+  """{name: (steps, digest of the state)} of the runs of one process."""
   ((out, _),) = real.finish(real.start(folder, 'one', real.RUNS))
   return json.loads(out.splitlines()[-1])
 
 
 @pytest.fixture(scope='module')
 def four(folder, one):
-  """Returns the same for each of four processes."""
+  """The same as `one` from each of four processes."""
   return [json.loads(out.splitlines()[-1]) for out, _ in real.finish(real.start(folder, 'quad', real.RUNS, 4))]
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize('name', real.RUNS)
-def test_four_make_the_run_that_one_makes(folder, one, four, name):
-  assert [said[name][0] for said in four] == [one[name][0]] * 4
-  assert len({said[name][1] for said in four}) == 1
+def test_four_processes_make_the_same_run_as_one(folder, one, four, name):
+  assert [result[name][0] for result in four] == [one[name][0]] * 4
+  assert len({result[name][1] for result in four}) == 1
   real.check_rows(real.rows(folder, 'quad', name), real.rows(folder, 'one', name))
 
 
@@ -56,8 +56,8 @@ def test_four_sample_and_grade_each_prompt_once(folder, one, four, name):
     pytest.param(1, 4, 'tensor=4', marks=pytest.mark.ci),
   ],
 )
-def test_every_stage_goes_on_elsewhere(folder, one, count, devices, mesh):
-  """The middle of each run of one process, on other meshes and processes."""
+def test_every_stage_resumes_on_another_mesh_and_process_count(folder, one, count, devices, mesh):
+  """The checkpoint in the middle of each run of one process is resumed on another mesh and number of processes."""
   tag = f'from_one_on_{count}x{devices}_{mesh.replace(",", "_")}'
   for name in real.RUNS:
     work = folder / tag / name
@@ -66,8 +66,8 @@ def test_every_stage_goes_on_elsewhere(folder, one, count, devices, mesh):
     (work / 'summary.json').unlink()
   results = real.finish(real.start(folder, tag, real.RUNS, count, devices, MESH=mesh))
   for out, _ in results:
-    said = json.loads(out.splitlines()[-1])
-    assert {k: v[1] for k, v in said.items()} == {k: v[1] for k, v in one.items()}  # the state that was restored
+    result = json.loads(out.splitlines()[-1])
+    assert {k: v[1] for k, v in result.items()} == {k: v[1] for k, v in one.items()}  # the state that was restored
   for name in real.RUNS:
     resumed = (folder / tag / name / 'resumes.jsonl').read_text().splitlines()
     assert [json.loads(line)['step'] for line in resumed] == [real.MIDDLE]

@@ -1,4 +1,4 @@
-"""float16 products with a loss scale: small gradients live, large ones halve.
+"""float16 products with a dynamic loss scale: small gradients do not underflow, and an overflow halves the scale.
 
 Legend: M micro-batches, B rows, T tokens.
 """
@@ -19,13 +19,13 @@ from jaxpost.programs.compile import Ledger
 from jaxpost.types import Batch
 
 
-def make_update(model, loss):
+def make_update(model, factor):
   layout = tiny.one_device()
-  optimizer = loss_scale.scaled(optax.sgd(1 / abs(loss)))
+  optimizer = loss_scale.scaled(optax.sgd(1 / abs(factor)))
   shardings = train.state_shardings(model, optimizer, layout)
   update = train.make_update(
     model,
-    types.Objective(lambda out, arrays: (loss * out.logprobs, {})),
+    types.Objective(lambda out, arrays: (factor * out.logprobs, {})),
     optimizer,
     lambda step: 1.0,
     layout,
@@ -49,43 +49,44 @@ def batch():
   return Batch(ids, ones * np.arange(12, dtype=np.int32), ones, weights)
 
 
-def step(model, batch, loss, scale=None):
-  update, state = make_update(model, loss)
+def step(model, batch, factor, scale=None):
+  """Returns (change of the parameters, state, figures) of one update with the loss `factor` * log-probs."""
+  update, state = make_update(model, factor)
   batch = tiny.one_device().put(batch, None, 'batch')
   if scale:
     state = state.replace(opt_state=state.opt_state._replace(scale=tiny.one_device().put(np.float32(scale))))
   before = jax.tree.map(np.array, state.params)
-  state, found = update(state, batch, {})
+  state, figures = update(state, batch, {})
   moved = jax.tree.map(lambda a, b: a - np.asarray(b), before, state.params)
-  return moved, state, {k: float(v) for k, v in found.items()}
+  return moved, state, {k: float(v) for k, v in figures.items()}
 
 
-def test_small_gradients_live(model, batch):
-  """1e-8 is 0 in float16; what the scale saves is right to its digits."""
+def test_loss_scale_keeps_small_gradients(model, batch):
+  """float16 rounds 1e-8 to 0; with a loss scale, small gradients are right to 2 %, and without one they are not."""
 
-  def size(tree):
+  def flat(tree):
     return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
 
-  plain = size(step(model, batch, -1.0)[0])
-  small = size(step(model, batch, -1e-6)[0])
-  lost = size(step(model, batch, -1e-6, scale=1.0)[0])
+  plain = flat(step(model, batch, -1.0)[0])
+  small = flat(step(model, batch, -1e-6)[0])
+  lost = flat(step(model, batch, -1e-6, scale=1.0)[0])
 
-  def far(x):
+  def error(x):
     return np.abs(x - plain).max() / np.abs(plain).max()
 
-  assert far(small) < 0.02 and far(lost) > 0.1, (far(small), far(lost))
+  assert error(small) < 0.02 and error(lost) > 0.1, (error(small), error(lost))
 
 
 def test_an_overflow_halves_the_scale_and_moves_nothing(model, batch):
-  moved, state, found = step(model, batch, -1.0, scale=2.0**23)
-  assert found['overflowed_updates'] == 1 and found['skipped_updates'] == 0
+  moved, state, figures = step(model, batch, -1.0, scale=2.0**23)
+  assert figures['overflowed_updates'] == 1 and figures['skipped_updates'] == 0
   assert state.opt_state.scale == 2.0**22 and int(state.step) == 0
   assert not any(np.any(x) for x in jax.tree.leaves(moved))
 
 
-def test_what_is_not_finite_at_scale_1_is_skipped(model, batch):
-  _, state, found = step(model, batch, np.nan, scale=1.0)
-  assert found['overflowed_updates'] == 0 and found['skipped_updates'] == 1
+def test_nan_at_scale_1_skips_the_update(model, batch):
+  _, state, figures = step(model, batch, np.nan, scale=1.0)
+  assert figures['overflowed_updates'] == 0 and figures['skipped_updates'] == 1
   assert state.opt_state.scale == 1.0
 
 
@@ -94,17 +95,17 @@ def test_the_scale_grows_after_good_steps(model, batch, monkeypatch):
   update, state = make_update(model, -1e-3)
   scales, batch = [], tiny.one_device().put(batch, None, 'batch')
   for _ in range(4):
-    state, found = update(state, batch, {})
-    scales.append(float(found['loss_scale']))
+    state, figures = update(state, batch, {})
+    scales.append(float(figures['loss_scale']))
   assert scales == [2.0**15, 2.0**15, 2.0**16, 2.0**16]
 
 
-def test_the_residual_stream_keeps_its_range():
+def test_residual_stream_is_float32():
   assert compute_for('gpu', 'float16', 'none').residual == 'float32'
 
 
 @pytest.mark.parametrize('algorithm', ['sft', 'dpo', 'grpo'])
-def test_a_run_learns_what_it_learns_in_float32(algorithm, tmp_path):
+def test_float16_runs_have_the_losses_of_float32(algorithm, tmp_path):
   folder = tiny.folder(tmp_path / 'model')
 
   def losses(dtype):
@@ -123,7 +124,7 @@ def test_a_run_learns_what_it_learns_in_float32(algorithm, tmp_path):
     return [r for r in metrics.read_rows(tmp_path / dtype / 'metrics.jsonl') if r['split'] == 'train']
 
   exact, half = losses('float32'), losses('float16')
-  if algorithm != 'grpo':  # its samples part ways
+  if algorithm != 'grpo':  # samples of GRPO differ after rounding
     np.testing.assert_allclose([r['loss'] for r in half], [r['loss'] for r in exact], rtol=2e-3)
   assert all(r['loss_scale'] >= 2.0**10 for r in half)
   assert all('loss_scale' not in r for r in exact)

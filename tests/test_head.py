@@ -1,4 +1,4 @@
-"""The fused head against dense arithmetic, and what it never materialises."""
+"""The fused head (`losses.head`) equals arithmetic on all logits, and never materializes all logits."""
 
 import dataclasses
 import json
@@ -48,7 +48,7 @@ def case():
 
 
 def objective(outputs, arrays):
-  """Uses all it can: ratio, clip, entropy."""
+  """Returns (loss, metrics) of tokens from all that a loss may read: ratio, clip and entropy."""
   ratio = jnp.exp(outputs.logprobs - arrays['old'])
   gain = jnp.minimum(ratio, jnp.clip(ratio, 0.5, 2)) * arrays['advantages']
   loss = -gain + 0.3 * outputs.entropy**2
@@ -56,7 +56,7 @@ def objective(outputs, arrays):
 
 
 def dense(case, temperature, hidden, head):
-  """(loss, metrics, Outputs) from all logits at once."""
+  """Returns (loss, metrics, Outputs) from all logits at once."""
   logits = jnp.einsum('btd,vd->btv', hidden, head[:REAL], precision='highest')
   logp = jax.nn.log_softmax(logits / temperature)
   entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)
@@ -99,18 +99,18 @@ def test_values_and_gradients_are_those_of_all_logits(case, elements, temperatur
     return jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(*args)
 
   (loss, metrics), grads = grad(fused)
-  (loss_2, metrics_2), grads_2 = grad(reference)
-  np.testing.assert_allclose(loss, loss_2, rtol=1e-5)
+  (expected_loss, expected_metrics), expected_grads = grad(reference)
+  np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
   for name in metrics:
-    np.testing.assert_allclose(metrics[name], metrics_2[name], rtol=1e-5)
-  for a, b in zip(grads, grads_2):
+    np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=1e-5)
+  for a, b in zip(grads, expected_grads):
     np.testing.assert_allclose(a, b, atol=1e-5 * tiny.largest(b))
   np.testing.assert_array_equal(grads[1][REAL:], 0)
   np.testing.assert_array_equal(grads[0][1], 0)
 
 
 @pytest.mark.parametrize('elements', [2**20, B * V * 3])
-def test_outputs_of_tokens_that_count(case, elements):
+def test_outputs_equal_those_of_all_logits_where_weights_are_not_zero(case, elements):
   outputs = head_lib.token_outputs(
     plan(elements, 0.7, fn=None), case['hidden'], case['head'], case['labels'], case['weights']
   )
@@ -120,7 +120,7 @@ def test_outputs_of_tokens_that_count(case, elements):
 
 
 @pytest.mark.parametrize('peer', ['trl', 'verl'])
-def test_entropy_is_that_of(peer):
+def test_entropy_equals_that_of_peers(peer):
   """The head is the identity, so that the hidden states are the logits; 'collision' is checked beside it."""
   logits = jnp.asarray(GOLDEN['inputs']['student_logits'], jnp.float32)
   rows, length, size = logits.shape
@@ -132,11 +132,11 @@ def test_entropy_is_that_of(peer):
   np.testing.assert_allclose(outputs.collision, squares, rtol=1e-5)
 
 
-def test_what_has_no_weight_has_no_say(case):
-  """Huge values behind a zero weight stay there."""
-  off = case['weights'] == 0
-  arrays = jax.tree.map(lambda x: jnp.where(off, 1e30, x), case['arrays'])
-  labels = jnp.where(off, REAL - 1, case['labels'])
+def test_tokens_with_zero_weight_have_no_influence(case):
+  """Huge values of tokens with zero weight do not change the loss or gradients."""
+  unweighted = case['weights'] == 0
+  arrays = jax.tree.map(lambda x: jnp.where(unweighted, 1e30, x), case['arrays'])
+  labels = jnp.where(unweighted, REAL - 1, case['labels'])
   run = jax.jit(
     jax.value_and_grad(
       lambda h, labels, a: head_lib.fused_loss(plan(B * V * 3), h, case['head'], labels, case['weights'], arrays=a)[0]
@@ -150,20 +150,19 @@ def test_what_has_no_weight_has_no_say(case):
 
 FIELDS = ('entropy', 'lse', 'mean_logprob')
 
-
 PLAIN, CAPPED = (1.0, 0.0), (2.5, 1.5)
 
 
-def shaped(x, form):
-  """Logits as Granite (a divisor) and Gemma 2 (a soft cap) make them."""
+def apply_form(x, form):
+  """Applies the form (divisor, soft cap) to logits: Granite has a divisor, Gemma 2 a soft cap."""
   x = x / form[0]
   return form[1] * jnp.tanh(x / form[1]) if form[1] else x
 
 
 def all_outputs(case, temperature, form, hidden, head):
-  """Every field of Outputs, from all logits at once."""
+  """Returns every field of Outputs from all logits at once."""
   logits = jnp.einsum('btd,vd->btv', hidden, head[:REAL], precision='highest')
-  logits = shaped(logits, form) / temperature
+  logits = apply_form(logits, form) / temperature
   logp = jax.nn.log_softmax(logits)
   picked = jnp.take_along_axis(logp, case['labels'][..., None], -1)[..., 0]
   counts = case['weights'] != 0
@@ -181,7 +180,7 @@ def all_outputs(case, temperature, form, hidden, head):
 
 
 def couple(outputs, arrays):
-  """A loss in which the tokens of a row depend on each other."""
+  """Returns a loss in which the tokens of a row depend on each other."""
   sums = jnp.sum(outputs.logprobs * arrays['advantages'], axis=1)
   return jnp.sum(jax.nn.sigmoid(sums)) + sum(jnp.sum(jnp.sum(outputs.__dict__[k], axis=1) ** 2) for k in FIELDS)
 
@@ -192,10 +191,10 @@ def elementwise(outputs, arrays):
 
 @pytest.mark.parametrize('coupled', [True, False])
 @pytest.mark.parametrize('elements,form', [(2**20, PLAIN), (B * V * 3, PLAIN), (B * V * 3, CAPPED)])
-def test_gradients_of_all_outputs(case, coupled, elements, form):
+def test_gradients_of_all_outputs_equal_those_of_all_logits(case, coupled, elements, form):
   spec = plan(elements, 0.7, fn=elementwise)._replace(reads=FIELDS, learns=FIELDS, form=form)
 
-  def ours(hidden, head):
+  def fused_loss(hidden, head):
     args = hidden, head, case['labels'], case['weights']
     if coupled:
       return couple(head_lib.token_outputs(spec, *args), case['arrays'])
@@ -208,16 +207,16 @@ def test_gradients_of_all_outputs(case, coupled, elements, form):
     return jnp.sum(elementwise(outputs, case['arrays'])[0] * case['weights'])
 
   args = case['hidden'], case['head']
-  value, grads = jax.jit(jax.value_and_grad(ours, (0, 1)))(*args)
-  value_2, grads_2 = jax.jit(jax.value_and_grad(dense_loss, (0, 1)))(*args)
-  np.testing.assert_allclose(value, value_2, rtol=1e-5)
-  for a, b in zip(grads, grads_2):
+  value, grads = jax.jit(jax.value_and_grad(fused_loss, (0, 1)))(*args)
+  expected_value, expected_grads = jax.jit(jax.value_and_grad(dense_loss, (0, 1)))(*args)
+  np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+  for a, b in zip(grads, expected_grads):
     np.testing.assert_allclose(a, b, atol=1e-5 * tiny.largest(b))
 
 
-def test_a_divergence_from_teachers_is_differentiated(case):
-  """Two teachers of other widths and forms; the loss and all gradients."""
-  forms = CAPPED, PLAIN, (0.5, 4.0)  # of the student and of the teachers
+def test_divergence_from_teachers_has_gradients_of_all_logits(case):
+  """The loss and all gradients, with two teachers of other widths and logit forms than the student."""
+  forms = CAPPED, PLAIN, (0.5, 4.0)  # of the student, and of the two teachers
   random = np.random.RandomState(1)
 
   def normal(*s):
@@ -225,34 +224,34 @@ def test_a_divergence_from_teachers_is_differentiated(case):
 
   teachers = [(normal(B, T, n), normal(V, n)) for n in (4, 12)]
 
-  def between(logits, others, arrays):
+  def kl_from_teachers(logits, others, arrays):
     student = jax.nn.log_softmax(logits)
     return sum(jnp.sum(jax.nn.softmax(x) * (jax.nn.log_softmax(x) - student), axis=-1) for x in others) * jnp.abs(
       arrays['old']
     )
 
   spec = plan(B * V * 3, fn=lambda o, a: (o.divergence**2, {}))._replace(
-    reads=(), learns=(), divergence=between, form=forms[0], teacher_forms=forms[1:]
+    reads=(), learns=(), divergence=kl_from_teachers, form=forms[0], teacher_forms=forms[1:]
   )
 
-  def ours(hidden, head):
+  def fused_loss(hidden, head):
     return head_lib.fused_loss(
       spec, hidden, head, case['labels'], case['weights'], arrays=case['arrays'], teachers=teachers
     )[0]
 
   def dense_loss(hidden, head):
     student, *others = (
-      jnp.where(jnp.arange(V) < REAL, shaped(jnp.einsum('btd,vd->btv', h, w), form), -1e30)
+      jnp.where(jnp.arange(V) < REAL, apply_form(jnp.einsum('btd,vd->btv', h, w), form), -1e30)
       for form, (h, w) in zip(forms, [(hidden, head), *teachers])
     )
-    found = between(student, others, case['arrays'])
-    return jnp.sum(case['weights'] * found**2)
+    by_token = kl_from_teachers(student, others, case['arrays'])
+    return jnp.sum(case['weights'] * by_token**2)
 
   args = case['hidden'], case['head']
-  value, grads = jax.jit(jax.value_and_grad(ours, (0, 1)))(*args)
-  value_2, grads_2 = jax.jit(jax.value_and_grad(dense_loss, (0, 1)))(*args)
-  np.testing.assert_allclose(value, value_2, rtol=1e-5)
-  for a, b in zip(grads, grads_2):
+  value, grads = jax.jit(jax.value_and_grad(fused_loss, (0, 1)))(*args)
+  expected_value, expected_grads = jax.jit(jax.value_and_grad(dense_loss, (0, 1)))(*args)
+  np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+  for a, b in zip(grads, expected_grads):
     np.testing.assert_allclose(a, b, atol=1e-5 * tiny.largest(b))
 
 
@@ -263,7 +262,7 @@ def test_no_tokens_give_no_loss(case):
   assert loss == 0 and metrics['ratio'] == 0
 
 
-def test_without_entropy_nothing_else_changes(case):
+def test_reading_entropy_does_not_change_the_loss(case):
   def simple(outputs, arrays):
     return (-outputs.logprobs * arrays['advantages'], {})
 
@@ -288,7 +287,7 @@ def test_without_entropy_nothing_else_changes(case):
 @pytest.mark.parametrize(
   'rows,length,vocab,elements', [(2, 100, 50, 1000), (2, 100, 50, 999), (4, 7, 50, 1), (1, 64, 8, 10**9)]
 )
-def test_chunks_hold_what_they_may(rows, length, vocab, elements):
+def test_chunk_length_keeps_to_the_allowed_elements(rows, length, vocab, elements):
   chunk = head_chunk.chunk_length(rows, length, vocab, elements)
   assert 1 <= chunk <= length
   assert chunk == 1 or chunk * rows * vocab <= elements
@@ -298,7 +297,7 @@ ROWS, LENGTH, MICRO, Q = 2, 128, 2, 32
 
 
 def biggest_array(elements) -> int:
-  """Elements of the largest array in the compiled update."""
+  """Returns the number of elements of the largest array in the compiled update."""
   model = model_lib.build(tiny.config(vocab_size=640, num_layers=1))
   layout, optimizer = tiny.one_device(), optax.sgd(0.1)
   shardings = train.state_shardings(model, optimizer, layout)
@@ -336,15 +335,15 @@ def biggest_array(elements) -> int:
 
 
 def test_the_update_never_holds_all_logits():
-  whole = ROWS * LENGTH * 640
+  all_logits = ROWS * LENGTH * 640
   chunk = ROWS * 16 * 640
-  assert biggest_array(2**30) >= whole  # so the test can see them
-  scores = ROWS * 4 * Q * LENGTH  # of attention
-  assert biggest_array(chunk) <= max(chunk, scores) < whole / 4
+  assert biggest_array(2**30) >= all_logits  # the count sees logits where one chunk holds all
+  scores = ROWS * 4 * Q * LENGTH  # scores of attention
+  assert biggest_array(chunk) <= max(chunk, scores) < all_logits / 4
 
 
 def test_step_needs_less_than_a_third_of_the_memory_of_a_one_hot_step():
-  """At a vocabulary of 151,936, where the logits are what there is."""
+  """The vocabulary is 151,936 and the model small, so that logits need almost all of the memory."""
   config = dataclasses.replace(
     presets.PRESETS['tiny'], vocab_size=151_936, hidden_size=64, intermediate_size=128, num_layers=1
   )
@@ -393,6 +392,6 @@ def test_step_needs_less_than_a_third_of_the_memory_of_a_one_hot_step():
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     return TrainState(state.step, optax.apply_updates(state.params, updates), opt_state)
 
-  dense = jax.jit(one_hot_step, donate_argnums=0).lower(state, batch).compile()
-  ours = update.compile(state, batch, {}).memory_analysis().temp_size_in_bytes
-  assert ours < dense.memory_analysis().temp_size_in_bytes / 3
+  one_hot = jax.jit(one_hot_step, donate_argnums=0).lower(state, batch).compile()
+  fused_bytes = update.compile(state, batch, {}).memory_analysis().temp_size_in_bytes
+  assert fused_bytes < one_hot.memory_analysis().temp_size_in_bytes / 3

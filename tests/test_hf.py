@@ -1,4 +1,4 @@
-"""Hugging Face folders: parity with transformers, round trips, refusals."""
+"""Hugging Face folders (`formats.hf`, `formats.hf_export`): parity with transformers, round trips, refused folders."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from jaxpost.models import model as model_lib
 from jaxpost.programs import write_pieces
 
 TOLERANCE = 3e-5  # of the largest logit, in float32
-# Not what a config would default to, so that ignoring a field shows.
+# Values that differ from the defaults of a config, so that an ignored field changes the logits.
 BASE = dict(
   vocab_size=131,
   hidden_size=32,
@@ -53,7 +53,7 @@ def load(folder, dtype='float32'):
 
 
 def tensors(folder):
-  """Every tensor stored in a folder."""
+  """Returns {name: array} of every tensor stored in a folder."""
   return {
     name: value
     for path in sorted(folder.glob('*.safetensors'))
@@ -61,7 +61,7 @@ def tensors(folder):
   }
 
 
-def equal(a, b):
+def assert_equal(a, b):
   np.testing.assert_array_equal(a, b, strict=True)
 
 
@@ -72,15 +72,15 @@ def edit(folder, **fields):
 
 @pytest.fixture(scope='module')
 def reference(tmp_path_factory):
-  """case -> (folder, ids [2, 40], logits of transformers), made once."""
+  """reference(case) returns (folder, ids [2, 40], logits of transformers), which are made once."""
   torch = pytest.importorskip('torch')
   import transformers
 
-  made = {}
+  cases = {}
 
   def make(case):
-    if case in made:
-      return made[case]
+    if case in cases:
+      return cases[case]
     family, fields = CASES[case]
     name = {'llama': 'Llama', 'qwen3': 'Qwen3'}[family]
     config = getattr(transformers, f'{name}Config')(**(BASE | fields))
@@ -92,8 +92,8 @@ def reference(tmp_path_factory):
     folder = tmp_path_factory.mktemp(case)
     network.save_pretrained(folder)
     ids = tiny.tokens((2, 40))
-    made[case] = folder, ids, torch_logits(network, ids)
-    return made[case]
+    cases[case] = folder, ids, torch_logits(network, ids)
+    return cases[case]
 
   return make
 
@@ -105,14 +105,14 @@ def torch_logits(network, ids, **kwargs):
     return network(torch.tensor(ids).long(), **kwargs).logits.numpy()
 
 
-def difference(ours, theirs) -> float:
-  return tiny.largest(ours - theirs) / tiny.largest(theirs)
+def difference(actual, expected) -> float:
+  return tiny.largest(actual - expected) / tiny.largest(expected)
 
 
 @pytest.mark.parametrize('case', CASES)
 def test_logits_equal_those_of_transformers(reference, case):
-  folder, ids, theirs = reference(case)
-  assert difference(tiny.logits(*load(folder), ids), theirs) <= TOLERANCE
+  folder, ids, expected = reference(case)
+  assert difference(tiny.logits(*load(folder), ids), expected) <= TOLERANCE
 
 
 def test_far_positions_equal_those_of_transformers(reference):
@@ -121,12 +121,14 @@ def test_far_positions_equal_those_of_transformers(reference):
 
   folder, ids, _ = reference('llama')
   positions = np.arange(40, dtype=np.int32)[None].repeat(2, 0) * 3000
-  theirs = torch_logits(AutoModelForCausalLM.from_pretrained(folder), ids, position_ids=torch.tensor(positions).long())
-  ours = tiny.logits(*load(folder), ids, positions=positions)
-  assert difference(ours, theirs) <= TOLERANCE
+  expected = torch_logits(
+    AutoModelForCausalLM.from_pretrained(folder), ids, position_ids=torch.tensor(positions).long()
+  )
+  actual = tiny.logits(*load(folder), ids, positions=positions)
+  assert difference(actual, expected) <= TOLERANCE
 
 
-def scaled(**fields):
+def llama3_rope(**fields):
   return dict(rope_parameters=LLAMA3 | fields)
 
 
@@ -139,12 +141,12 @@ CHANGES = [
   ('qwen3', dict(use_sliding_window=True, sliding_window=8, layer_types=['full_attention', 'sliding_attention'])),
   ('llama', dict(tie_word_embeddings=True)),
   ('llama', SPLIT | dict(head_dim=4)),
-  ('llama3_rope', scaled(rope_theta=5100.0)),
-  ('llama3_rope', scaled(factor=9.0)),
-  ('llama3_rope', scaled(low_freq_factor=2.0)),
-  ('llama3_rope', scaled(high_freq_factor=5.0)),
-  ('llama3_rope', scaled(original_max_position_embeddings=64)),
-  ('llama3_rope', scaled(rope_type='default')),
+  ('llama3_rope', llama3_rope(rope_theta=5100.0)),
+  ('llama3_rope', llama3_rope(factor=9.0)),
+  ('llama3_rope', llama3_rope(low_freq_factor=2.0)),
+  ('llama3_rope', llama3_rope(high_freq_factor=5.0)),
+  ('llama3_rope', llama3_rope(original_max_position_embeddings=64)),
+  ('llama3_rope', llama3_rope(rope_type='default')),
 ]
 # Wrong fields that must be refused.
 REFUSED = [
@@ -165,14 +167,14 @@ REFUSED = [
     )
   ],
   ('llama3_rope', dict(tie_word_embeddings=False)),
-  ('llama3_rope', scaled(rope_type='ntk')),
+  ('llama3_rope', llama3_rope(rope_type='ntk')),
   ('qwen3', dict(model_type='llama')),
   ('qwen3', dict(head_dim=8)),
   ('qwen3', dict(layer_types=['full_attention', 'sliding_attention'])),
 ]
 
 
-def wrong(reference, folder, case, fields):
+def copy_with_fields(reference, folder, case, fields):
   shutil.copytree(reference(case)[0], folder, dirs_exist_ok=True)
   edit(folder, **fields)
   return folder
@@ -180,14 +182,14 @@ def wrong(reference, folder, case, fields):
 
 @pytest.mark.parametrize('case,fields', CHANGES)
 def test_a_wrong_field_changes_logits(reference, tmp_path, case, fields):
-  model, params = load(wrong(reference, tmp_path, case, fields))
-  _, ids, theirs = reference(case)
-  assert difference(tiny.logits(model, params, ids), theirs) > 100 * TOLERANCE
+  model, params = load(copy_with_fields(reference, tmp_path, case, fields))
+  _, ids, expected = reference(case)
+  assert difference(tiny.logits(model, params, ids), expected) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize('case,fields', REFUSED)
 def test_a_wrong_field_is_refused(reference, tmp_path, case, fields):
-  folder = wrong(reference, tmp_path, case, fields)
+  folder = copy_with_fields(reference, tmp_path, case, fields)
   with pytest.raises(InputError):
     hf.check(folder, hf.read_config(folder))
 
@@ -199,43 +201,43 @@ def test_import_and_export_give_the_same_bits(reference, tmp_path, case):
   out = tmp_path / 'export'
   hf_export.save(out, model, params, max_shard_bytes=10_000)
   assert len(list(out.iterdir())) > 6
-  jax.tree.map(equal, tensors(folder), tensors(out))
+  jax.tree.map(assert_equal, tensors(folder), tensors(out))
 
 
-def test_how_to_sample_goes_along(reference, tmp_path):
-  """The generation config of a folder is kept, except the ids, which come from the tokenizer."""
+def test_export_keeps_the_generation_config(reference, tmp_path):
+  """All of it is kept except the ids, which come from the tokenizer."""
   folder, _, _ = reference('llama')
-  said = dict(temperature=0.6, top_p=0.95, do_sample=True)
+  settings = dict(temperature=0.6, top_p=0.95, do_sample=True)
   (tmp_path / 'generation_config.json').write_text(
-    json.dumps(said | dict(eos_token_id=99, transformers_version='5', _from_model_config=True))
+    json.dumps(settings | dict(eos_token_id=99, transformers_version='5', _from_model_config=True))
   )
-  assert hf_export.read_generation(tmp_path) == said
+  assert hf_export.read_generation(tmp_path) == settings
   assert hf_export.read_generation('bytes') == {}
   model, params = load(folder)
   hf_export.save(
     tmp_path / 'x', model, params, stop_ids=(7,), bos_id=1, pad_id=0, generation=hf_export.read_generation(tmp_path)
   )
   assert json.loads((tmp_path / 'x/generation_config.json').read_text()) == (
-    said | dict(bos_token_id=1, eos_token_id=[7], pad_token_id=0)
+    settings | dict(bos_token_id=1, eos_token_id=[7], pad_token_id=0)
   )
 
 
 @pytest.mark.parametrize('case', ['llama3_rope', 'qwen3_untied'])
-def test_export_is_what_transformers_computes(reference, tmp_path, case):
+def test_transformers_computes_the_same_with_an_export(reference, tmp_path, case):
   torch = pytest.importorskip('torch')
   from transformers import AutoModelForCausalLM
 
-  folder, ids, theirs = reference(case)
+  folder, ids, expected = reference(case)
   model, params = load(folder)
   hf_export.save(tmp_path / 'x', model, params, stop_ids=(7, 9), bos_id=1, pad_id=0)
   network = AutoModelForCausalLM.from_pretrained(tmp_path / 'x').eval()
   assert network.dtype == torch.float32
   assert network.generation_config.eos_token_id == [7, 9]
-  np.testing.assert_array_equal(torch_logits(network, ids), theirs)
+  np.testing.assert_array_equal(torch_logits(network, ids), expected)
   network.generation_config.eos_token_id = None
   text = network.generate(torch.tensor(ids[:1, :8]).long(), max_new_tokens=16, do_sample=False)[0].numpy()
-  ours = tiny.logits(model, params, text[None].astype(np.int32))[0]
-  np.testing.assert_array_equal(ours.argmax(-1)[7:-1], text[8:])
+  logits = tiny.logits(model, params, text[None].astype(np.int32))[0]
+  np.testing.assert_array_equal(logits.argmax(-1)[7:-1], text[8:])
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
@@ -255,9 +257,11 @@ def test_round_trip_of_our_own_parameters(tmp_path, dtype, limit):
     assert all(f.stat().st_size < limit + 2000 or len(safetensors.numpy.load_file(f)) == 1 for f in files)
   else:
     assert [f.name for f in files] == ['model.safetensors']
-  again, loaded = load(folder, dtype)
-  assert again.config == dataclasses.replace(model.config, initializer_range=again.config.initializer_range)
-  jax.tree.map(equal, params, loaded)
+  loaded_model, loaded_params = load(folder, dtype)
+  assert loaded_model.config == dataclasses.replace(
+    model.config, initializer_range=loaded_model.config.initializer_range
+  )
+  jax.tree.map(assert_equal, params, loaded_params)
 
 
 @pytest.fixture
@@ -277,7 +281,7 @@ def test_export_replaces_an_export_and_nothing_else(export, tmp_path):
   before = tensors(export)
   with pytest.raises(OSError):
     hf_export.save(export, model, params, tokenizer_save=fail)
-  jax.tree.map(equal, before, tensors(export))  # the old one is untouched
+  jax.tree.map(assert_equal, before, tensors(export))  # a failed export leaves the old one untouched
   hf_export.save(export, model, params, tokenizer_save=lambda folder: (folder / 'tokenizer.json').write_text('{}'))
   assert sorted(p.name for p in export.iterdir()) == [
     'README.md',
@@ -293,7 +297,7 @@ def test_export_replaces_an_export_and_nothing_else(export, tmp_path):
     hf_export.save(export, model, params)
 
 
-def test_an_export_that_fails_keeps_the_one_before(tmp_path, monkeypatch):
+def test_failed_export_keeps_the_previous_one(tmp_path, monkeypatch):
   target, link = tmp_path / 'big/export', tmp_path / 'run/export'
   link.parent.mkdir()
 
@@ -308,15 +312,15 @@ def test_an_export_that_fails_keeps_the_one_before(tmp_path, monkeypatch):
     assert link.is_symlink() and (target / 'config.json').read_text() == text
   rename = hf_export.os.rename
 
-  def fails(source, to):
+  def failing_rename(source, destination):
     if str(source).endswith('.new'):
       raise OSError('no space left')
-    rename(source, to)
+    rename(source, destination)
 
-  monkeypatch.setattr(hf_export.os, 'rename', fails)
+  monkeypatch.setattr(hf_export.os, 'rename', failing_rename)
   with pytest.raises(OSError, match='no space'):
     write('3')
-  # As a process leaves it that is killed between the two renames.
+  # This is the state after a process was killed between the two renames.
   rename(target, target.with_name('.export.old'))
   with pytest.raises(OSError, match='no space'):
     write('4')
@@ -324,7 +328,7 @@ def test_an_export_that_fails_keeps_the_one_before(tmp_path, monkeypatch):
   assert [path.name for path in target.parent.iterdir()] == ['export']
 
 
-def test_card_is_one_that_the_hub_reads(export):
+def test_model_card_has_the_front_matter_of_the_hub(export):
   yaml = pytest.importorskip('yaml')
   _, front, text = (export / 'README.md').read_text().split('---\n')
   assert yaml.safe_load(front) == dict(
@@ -333,18 +337,18 @@ def test_card_is_one_that_the_hub_reads(export):
 
 
 def rewrite(folder, name, value):
-  """Changes a tensor where it is; None removes it."""
+  """Replaces a tensor in its file; None removes it."""
   for path in folder.glob('*.safetensors'):
-    found = safetensors.numpy.load_file(path)
-    if found.pop(name, None) is not None:
-      found |= {} if value is None else {name: value}
-      safetensors.numpy.save_file(found, path)
+    stored = safetensors.numpy.load_file(path)
+    if stored.pop(name, None) is not None:
+      stored |= {} if value is None else {name: value}
+      safetensors.numpy.save_file(stored, path)
 
 
 def put(folder, name, value):
   path = sorted(folder.glob('*.safetensors'))[0]
-  found = safetensors.numpy.load_file(path)
-  safetensors.numpy.save_file({**found, name: value}, path)
+  stored = safetensors.numpy.load_file(path)
+  safetensors.numpy.save_file({**stored, name: value}, path)
 
 
 def index(folder, name, file):
@@ -434,7 +438,7 @@ def test_bad_config_is_named(export, what):
   assert str(export / 'config.json') in str(e.value)
 
 
-def test_config_that_cannot_be_read(export, tmp_path):
+def test_unreadable_config_is_refused_with_its_cause(export, tmp_path):
   path = export / 'config.json'
   for text, words in (
     ('{"model_type": "qwen3"}', 'is missing'),
@@ -456,7 +460,7 @@ def test_config_that_cannot_be_read(export, tmp_path):
 
 def test_unknown_fields_are_named_in_one_warning(export, caplog):
   edit(export, use_qkv_bias=True, final_softcap=30.0)
-  (export / 'checksums.json').unlink()  # the edit is meant
+  (export / 'checksums.json').unlink()  # so that the edit is not taken for damage
   with caplog.at_level(logging.WARNING):
     hf.read_config(export)
   assert len(caplog.records) == 1
@@ -467,7 +471,7 @@ def test_unknown_fields_are_named_in_one_warning(export, caplog):
 
 
 def traced(fn):
-  """(bytes that numpy had at most, at a time, beyond those before; result)."""
+  """Returns (the most bytes that numpy arrays took during the call beyond those before, result of fn)."""
   tracemalloc.start()
   try:
     before, _ = tracemalloc.get_traced_memory()
@@ -479,7 +483,7 @@ def traced(fn):
 
 @pytest.fixture
 def large(tmp_path):
-  """(model, parameters, bytes of the largest one, of all, folder)."""
+  """(model, parameters, bytes of the largest parameter, bytes of all, folder)."""
   model = model_lib.build(tiny.config(hidden_size=256, intermediate_size=1024, num_layers=10))
   params = model.init(jax.random.key(0))
   sizes = [x.nbytes for x in jax.tree.leaves(params)]
@@ -490,18 +494,18 @@ def large(tmp_path):
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_loading_keeps_a_piece_on_the_host(large, monkeypatch, dtype):
-  """... and no parameter twice on the device.
+  """Loading also holds no parameter twice on the device.
 
-  What numpy has in the end is on the device, which is this host.
+  The device is this host, so memory that numpy still holds at the end is that of the parameters and is subtracted.
   """
-  model, params, _, every, folder = large
+  model, params, _, all_bytes, folder = large
   tensor = max(x.nbytes for x in tensors(folder).values())
   monkeypatch.setattr(tensor_reader, '_PIECE', tensor // 4)
-  written, held = [], []
+  written, live_bytes = [], []
 
-  def write(x, piece, at, *sharding, **moves):
-    held.append(sum(x.nbytes for x in jax.live_arrays()))
-    out = write_pieces.write(x, piece, at, *sharding, **moves)
+  def write(x, piece, start, *sharding, **options):
+    live_bytes.append(sum(x.nbytes for x in jax.live_arrays()))
+    out = write_pieces.write(x, piece, start, *sharding, **options)
     assert x is None or x.is_deleted()
     written.append(piece.nbytes)
     return out
@@ -511,49 +515,49 @@ def test_loading_keeps_a_piece_on_the_host(large, monkeypatch, dtype):
 
   jax.block_until_ready(read())  # compiles
   written.clear()
-  held.clear()
+  live_bytes.clear()
   before = sum(x.nbytes for x in jax.live_arrays())
-  peak, (found, kept) = traced(lambda: (jax.block_until_ready(read()), tracemalloc.get_traced_memory()[0]))
-  assert peak - kept < 1.5 * tensor < every / 8
-  jax.tree.map(equal, found, jax.tree.map(lambda x: x.astype(dtype), params))
-  assert max(written) <= tensor // 4 and sum(written) > every / 4
-  owned = sum(x.nbytes for x in jax.tree.leaves(found))
-  assert max(held) - before < owned + 1.5 * tensor
+  peak, (loaded, kept_bytes) = traced(lambda: (jax.block_until_ready(read()), tracemalloc.get_traced_memory()[0]))
+  assert peak - kept_bytes < 1.5 * tensor < all_bytes / 8
+  jax.tree.map(assert_equal, loaded, jax.tree.map(lambda x: x.astype(dtype), params))
+  assert max(written) <= tensor // 4 and sum(written) > all_bytes / 4
+  owned = sum(x.nbytes for x in jax.tree.leaves(loaded))
+  assert max(live_bytes) - before < owned + 1.5 * tensor
 
 
 def test_export_keeps_one_layer_on_the_host(large, tmp_path):
-  """Whatever fits into a file: tensors are fetched and written one by one."""
-  model, params, largest, every, folder = large
+  """Tensors are fetched and written one by one, also where all fit into one file."""
+  model, params, largest, all_bytes, folder = large
   peak, _ = traced(lambda: hf_export.save(tmp_path / 'again', model, params))
-  assert peak < 2.5 * largest / model.config.num_layers < every / 6
+  assert peak < 2.5 * largest / model.config.num_layers < all_bytes / 6
   names = [p.name for p in (tmp_path / 'again').glob('*.safetensors')]
   assert names == ['model.safetensors']
   assert (tmp_path / 'again/model.safetensors').read_bytes() == (folder / 'model.safetensors').read_bytes()
 
 
-def test_export_in_shards_is_whole(large, tmp_path):
+def test_sharded_export_has_all_tensors_and_an_index(large, tmp_path):
   model, params, largest, _, folder = large
   hf_export.save(tmp_path / 'again', model, params, max_shard_bytes=largest // 4)
   files = sorted(p.name for p in (tmp_path / 'again').glob('*.safetensors'))
   assert len(files) > 5 and files[0].startswith('model-00001-of-')
   index = json.loads((tmp_path / 'again/model.safetensors.index.json').read_text())
   assert set(index['weight_map'].values()) == set(files)
-  one, other = tensors(folder), tensors(tmp_path / 'again')
-  assert one.keys() == other.keys() == index['weight_map'].keys()
-  for name in one:
-    equal(one[name], other[name])
+  expected, actual = tensors(folder), tensors(tmp_path / 'again')
+  assert expected.keys() == actual.keys() == index['weight_map'].keys()
+  for name in expected:
+    assert_equal(expected[name], actual[name])
 
 
-def test_a_model_without_windows_keeps_a_size_where_transformers_wants_one():
-  """Families with `layer_types` keep the size; in the others, null says that no layer has a window."""
-  for family, fields, wanted in (
+def test_model_without_windows_exports_the_window_size_transformers_needs():
+  """Families with `layer_types` need a size; in the others, null says that no layer has a window."""
+  for family, fields, expected in (
     ('gemma2', dict(attention_scale=0.5), 4096),
     ('olmo3', {}, 4096),
     ('qwen2', {}, 4096),
     ('mistral', {}, None),
     ('phi3', {}, None),
   ):
-    raw = config_export.to_hf(tiny.config(family=family, layer_windows=(), **fields))
-    assert raw['sliding_window'] == wanted, family
-    assert set(raw.get('layer_types', ['full_attention'])) == {'full_attention'}
-    assert not any(config_json.from_hf(raw, 'x')[0].layer_windows)
+    config = config_export.to_hf(tiny.config(family=family, layer_windows=(), **fields))
+    assert config['sliding_window'] == expected, family
+    assert set(config.get('layer_types', ['full_attention'])) == {'full_attention'}
+    assert not any(config_json.from_hf(config, 'x')[0].layer_windows)

@@ -1,4 +1,4 @@
-"""docs/metrics.md names every metric that runs write, and none that no code knows."""
+"""docs/metrics.md documents every metric that runs write, and none that the code does not have."""
 
 import pathlib
 import re
@@ -11,18 +11,19 @@ import jaxpost
 from jaxpost.monitor import metrics
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
-PLACES = {'NAME': '[^/]+', 'ROLE': '[^/]+', 'KEY': '.+', 'N': r'\d+', '@k': r'@\d+'}
+PLACEHOLDERS = {'NAME': '[^/]+', 'ROLE': '[^/]+', 'KEY': '.+', 'N': r'\d+', '@k': r'@\d+'}
 
 
 def documented():
-  """The keys in the first columns of the tables."""
+  """Returns the keys in the first columns of the tables."""
   rows = re.findall(r'^\| (`.+?) \|', (CLONE / 'docs/metrics.md').read_text(), re.M)
   return [key for row in rows for key in re.findall('`(.+?)`', row)]
 
 
 def pattern(key):
-  for name, place in PLACES.items():
-    key = re.sub(rf'(?<![A-Z]){name}(?![A-Za-z])', place.replace('\\', r'\\'), key)
+  """Returns the regular expression of a documented key, in which `PLACEHOLDERS` stand for names and numbers."""
+  for name, regex in PLACEHOLDERS.items():
+    key = re.sub(rf'(?<![A-Z]){name}(?![A-Za-z])', regex.replace('\\', r'\\'), key)
   return re.compile(f'(critic/)?{key}')
 
 
@@ -47,21 +48,21 @@ RUNS = {
 @pytest.mark.parametrize('name', RUNS)
 def test_every_metric_has_a_meaning(tmp_path, name):
   data = 'generated:arithmetic:max=99,ops=+,size=20'
-  over = tiny.merged(dict(data=dict(path=data), train=dict(steps=2), save=dict(export=False)), RUNS[name])
-  if 'eval' in over:
-    over['eval']['data']['path'] = data
-  if over.get('reward'):
-    over['train']['row_length'] = 0
+  overrides = tiny.merged(dict(data=dict(path=data), train=dict(steps=2), save=dict(export=False)), RUNS[name])
+  if 'eval' in overrides:
+    overrides['eval']['data']['path'] = data
+  if overrides.get('reward'):
+    overrides['train']['row_length'] = 0
   jaxpost.run(
-    tiny.run_config(tiny.folder(tmp_path / 'model'), **over), tmp_path / 'run', rich.console.Console(quiet=True)
+    tiny.run_config(tiny.folder(tmp_path / 'model'), **overrides), tmp_path / 'run', rich.console.Console(quiet=True)
   )
-  found = {key for row in metrics.read_rows(tmp_path / 'run/metrics.jsonl') for key in row} - {*metrics.ROW_KEYS}
+  written = {key for row in metrics.read_rows(tmp_path / 'run/metrics.jsonl') for key in row} - {*metrics.ROW_KEYS}
   patterns = [pattern(key) for key in documented()]
-  assert len(found) > 20
-  assert not sorted(key for key in found if not any(p.fullmatch(key) for p in patterns))
+  assert len(written) > 20
+  assert not sorted(key for key in written if not any(p.fullmatch(key) for p in patterns))
 
 
-def test_every_metric_has_a_healthy_range_and_what_to_do():
+def test_every_documented_metric_has_range_and_advice():
   rows = [line for line in (CLONE / 'docs/metrics.md').read_text().splitlines() if line.startswith('| `')]
   tables = [[cell.strip() for cell in re.split(r'(?<!\\)\|', row)[1:-1]] for row in rows]
   assert len(tables) > 90
@@ -69,8 +70,8 @@ def test_every_metric_has_a_healthy_range_and_what_to_do():
 
 
 def test_every_meaning_has_a_metric():
-  """The last part of each key is in the code, as a text or a part of one."""
+  """The last part of each documented key occurs in the code."""
   code = ''.join(path.read_text() for path in (CLONE / 'jaxpost').rglob('*.py'))
-  keys = [re.sub('|'.join(PLACES), '', key).rstrip('/@').rpartition('/')[2] for key in documented()]
+  keys = [re.sub('|'.join(PLACEHOLDERS), '', key).rstrip('/@').rpartition('/')[2] for key in documented()]
   assert len(keys) > 120
   assert not [key for key in keys if key and key not in code]

@@ -1,4 +1,4 @@
-"""The decoder: its ways through agree, and nothing leaks between tokens."""
+"""The decoder (`models.transformer`): prefill, decode and training agree, and documents in a row are isolated."""
 
 import dataclasses
 
@@ -24,9 +24,9 @@ def model():
   return model_lib.build(tiny.config())
 
 
-def close(a, b, tolerance):
-  scale = max(1.0, tiny.largest(b))
-  assert a.shape == b.shape and tiny.largest(a - b) <= tolerance * scale
+def assert_close(actual, expected, tolerance):
+  scale = max(1.0, tiny.largest(expected))
+  assert actual.shape == expected.shape and tiny.largest(actual - expected) <= tolerance * scale
 
 
 def test_cached_decode_equals_full_forward(model, params):
@@ -36,7 +36,7 @@ def test_cached_decode_equals_full_forward(model, params):
   prefill = jax.jit(lambda p, *a: model.prefill(p, *a, compute=tiny.EXACT))
   cache, last = prefill(params, padded, prompt)
   rows = np.arange(3)
-  close(last, full[rows, prompt - 1], 1e-5)
+  assert_close(last, full[rows, prompt - 1], 1e-5)
 
   # The cache beyond a prompt must not be read: fill it with values that would show.
   def grow(x):
@@ -50,20 +50,20 @@ def test_cached_decode_equals_full_forward(model, params):
   weights = parameters.unstack_layers(params, model.config.layer_stacks)
   decode = jax.jit(lambda w, *a: model.decode(w, *a, compute=tiny.EXACT))
   extend = jax.jit(cache_storage.extend, static_argnums=3)
-  at, block, recent = prompt.copy(), 4, None
+  position, block, recent = prompt.copy(), 4, None
   for i in range(20 - 9):
     if i % block == 0:
       if i:
-        cache = extend(cache, recent, at - block, i == block)
+        cache = extend(cache, recent, position - block, i == block)
       recent = jax.tree.map(lambda x: jnp.full((*x.shape[:2], block, x.shape[3]), 1e3), cache)
-    recent, x = decode(weights, cache, recent, ids[rows, at], at - i % block, i % block)
-    close(x, full[rows, at], 1e-5)
-    at += 1
+    recent, x = decode(weights, cache, recent, ids[rows, position], position - i % block, i % block)
+    assert_close(x, full[rows, position], 1e-5)
+    position += 1
 
 
 @pytest.mark.parametrize('one_by_one', [True, False])
-def test_extend_writes_what_is_new_and_nothing_else(one_by_one):
-  """In rows and in pages of 4, of which the second slot has few."""
+def test_extend_writes_new_entries_and_nothing_else(one_by_one):
+  """The cache has rows, or pages of 4 entries, of which the second slot has only two."""
   random = np.random.RandomState(0)
 
   def new(*shape):
@@ -94,16 +94,16 @@ def test_right_padding_does_not_matter(model, params, dtype):
   cache, last = prefill(params, ids, lengths)
   wide = np.pad(ids, ((0, 0), (0, 6)), constant_values=99)
   wide[1, 4:] = 55
-  cache_2, last_2 = prefill(params, wide, lengths)
+  padded_cache, padded_last = prefill(params, wide, lengths)
   tolerance = 1e-6 if dtype == 'float32' else 2e-2
-  close(last_2, last, tolerance)
-  close(cache_2.k[1][0, :, :7], cache.k[1][0], tolerance)
+  assert_close(padded_last, last, tolerance)
+  assert_close(padded_cache.k[1][0, :, :7], cache.k[1][0], tolerance)
 
 
 @pytest.mark.parametrize('q_chunk', [4, 64])
 def test_gradients_flow_only_from_the_past(model, params, q_chunk):
   compute = dataclasses.replace(tiny.EXACT, q_chunk=q_chunk)
-  ids = np.arange(10, dtype=np.int32)[None] + 3  # distinct: rows of embed
+  ids = np.arange(10, dtype=np.int32)[None] + 3  # all distinct, so that each token has its own row of embed
 
   def output(embed, t):
     x = tiny.hidden(model, params | {'embed': embed}, ids, compute)
@@ -125,10 +125,10 @@ def test_packing_isolates_documents(model, params, q_chunk):
   start = 0
   for n in lengths:
     alone = tiny.hidden(model, params, ids[:, start : start + n], compute)
-    close(packed[:, start : start + n], alone, 1e-6)
+    assert_close(packed[:, start : start + n], alone, 1e-6)
     start += n
   mixed = tiny.hidden(model, params, ids, compute, positions=positions)
-  assert tiny.largest(mixed - packed) > 0.1  # segment_ids are what isolates
+  assert tiny.largest(mixed - packed) > 0.1  # without segment_ids, documents mix
 
 
 COMPUTES = {
@@ -158,25 +158,25 @@ def gradients(model, params):
 
 
 @pytest.mark.parametrize('name', COMPUTES)
-def test_how_it_is_computed_does_not_matter(gradients, name):
+def test_gradients_do_not_depend_on_unroll_remat_or_chunks(gradients, name):
   run, (value, grads) = gradients
   other, other_grads = run(**COMPUTES[name])
   assert abs(other - value) <= 1e-5 * abs(value)
-  jax.tree.map(lambda a, b: close(a / tiny.largest(b), b / tiny.largest(b), 1e-5), other_grads, grads)
+  jax.tree.map(lambda a, b: assert_close(a / tiny.largest(b), b / tiny.largest(b), 1e-5), other_grads, grads)
 
 
-def scaled(theta=100.0, **fields):
+def llama3_rope(theta=100.0, **fields):
   return Rope(theta, tuple((LLAMA3 | fields).items()))
 
 
 FIELDS = [
-  dict(ropes=(scaled(theta=110.0),)),
+  dict(ropes=(llama3_rope(theta=110.0),)),
   dict(norm_eps=1e-3),
   dict(qk_norm=''),
-  dict(ropes=(scaled(factor=9.0),)),
-  dict(ropes=(scaled(low_freq_factor=2.0),)),
-  dict(ropes=(scaled(high_freq_factor=5.0),)),
-  dict(ropes=(scaled(original_max_position_embeddings=48),)),
+  dict(ropes=(llama3_rope(factor=9.0),)),
+  dict(ropes=(llama3_rope(low_freq_factor=2.0),)),
+  dict(ropes=(llama3_rope(high_freq_factor=5.0),)),
+  dict(ropes=(llama3_rope(original_max_position_embeddings=48),)),
   dict(ropes=(Rope(100.0),)),
   dict(layer_ropes=(0, -1)),
   dict(layer_windows=(0, 8)),
@@ -195,10 +195,10 @@ FIELDS = [
 
 @pytest.mark.parametrize('fields', FIELDS)
 def test_every_field_counts(fields):
-  cfg = tiny.config(ropes=(scaled(),))
+  cfg = tiny.config(ropes=(llama3_rope(),))
   ids, weights = tiny.tokens((1, 40)), tiny.params(model_lib.build(cfg), 3)
-  right, wrong = (tiny.logits(model_lib.build(c), weights, ids) for c in (cfg, dataclasses.replace(cfg, **fields)))
-  assert tiny.largest(wrong - right) > 1e-3 * tiny.largest(right)
+  base, changed = (tiny.logits(model_lib.build(c), weights, ids) for c in (cfg, dataclasses.replace(cfg, **fields)))
+  assert tiny.largest(changed - base) > 1e-3 * tiny.largest(base)
 
 
 def test_the_padded_vocabulary_is_zero_and_counted(model):
@@ -206,25 +206,25 @@ def test_the_padded_vocabulary_is_zero_and_counted(model):
   assert cfg.padded_vocab_size == 192
   untied = model_lib.build(tiny.config(tie_embeddings=False))
   for m in (model, untied):
-    made = jax.jit(lambda key, m=m: m.init(key, dtype=jnp.bfloat16))(jax.random.key(0))
-    assert not np.any(made['embed'][131:]) and np.all(np.any(made['embed'][:131], axis=1))
-    assert {x.dtype for x in jax.tree.leaves(made)} == {jnp.dtype('bfloat16')}
-    assert jax.tree.map(jnp.shape, made) == m.shapes()
-    assert transformer.num_params(m.config) == sum(x.size for x in jax.tree.leaves(made))
-  assert np.any(untied.head(made) != made['embed'])
+    params = jax.jit(lambda key, m=m: m.init(key, dtype=jnp.bfloat16))(jax.random.key(0))
+    assert not np.any(params['embed'][131:]) and np.all(np.any(params['embed'][:131], axis=1))
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype('bfloat16')}
+    assert jax.tree.map(jnp.shape, params) == m.shapes()
+    assert transformer.num_params(m.config) == sum(x.size for x in jax.tree.leaves(params))
+  assert np.any(untied.head(params) != params['embed'])
   assert model.head({'embed': 1}) == 1
 
 
 @pytest.mark.parametrize('make', [tiny.config, tiny.latent, tiny.hybrid], ids=lambda make: make.__name__)
 def test_tiny_models_have_the_weights_that_init_gives(make):
-  """To rounding, which may depend on where a number is in an array."""
+  """The weights are equal up to rounding, which may depend on the place of a number in an array."""
   model, key = model_lib.build(make(vocab_multiple=192)), jax.random.key(3)
-  found = tiny.initial(key, model.config, model.table)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, jax.jit(model.init)(key))
+  actual = tiny.initial(key, model.config, model.table)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), actual, jax.jit(model.init)(key))
 
 
-def test_flops_of_a_token_are_those_of_its_products(model):
-  """Against XLA's own count, which takes the head and attention whole."""
+def test_flops_per_token_are_near_the_count_of_xla(model):
+  """The estimate is near the count of XLA, which includes the head and attention to all pairs of tokens."""
   ids = tiny.tokens((1, 64))
   compute = dataclasses.replace(tiny.EXACT, q_chunk=64)
   weights = model.init(jax.random.key(0))
@@ -233,8 +233,8 @@ def test_flops_of_a_token_are_those_of_its_products(model):
     .lower(weights)
     .compile()
   )
-  ours = 64 * transformer.flops_per_token(model.config, 64)
-  assert 0.9 < compiled.cost_analysis()['flops'] / ours < 1.2
+  estimated = 64 * transformer.flops_per_token(model.config, 64)
+  assert 0.9 < compiled.cost_analysis()['flops'] / estimated < 1.2
 
 
 def test_a_window_saves_the_products_outside_it(model):

@@ -1,4 +1,4 @@
-"""The walk through of docs/models.md: a family that is not there, added."""
+"""The walkthrough "Adding a family" of docs/models.md: its two blocks add a model family that passes all tests."""
 
 import json
 import os
@@ -15,14 +15,14 @@ FAMILIES, CASES = 'jaxpost/formats/families.py', 'tests/test_families.py'
 
 
 def blocks():
-  """(the entry, the case), as the docs print them."""
+  """Returns (the entry of the table of families, the case for its tests), as the docs print them."""
   page = (CLONE / 'docs/models.md').read_text('utf-8')
   entry, case = re.findall(r'```python\n(.*?)```', page.split('## Adding a family')[1], re.S)
   return entry, case
 
 
 def add(folder, file, table, block):
-  """The block as the first of a table."""
+  """Inserts a block as the first entry of a table in a file."""
   path = folder / file
   text = path.read_text('utf-8')
   assert text.count(f'\n{table} = {{\n') == 1
@@ -31,7 +31,7 @@ def add(folder, file, table, block):
 
 @pytest.fixture
 def copy(tmp_path):
-  """Sources and tests of families."""
+  """A folder with a copy of the sources and of the tests of families."""
   shutil.copytree(CLONE / 'jaxpost', tmp_path / 'jaxpost', ignore=shutil.ignore_patterns('__pycache__'))
   (tmp_path / 'tests').mkdir()
   for name in 'conftest.py', 'slow.py', 'slow.txt', 'test_families.py', 'tiny.py':
@@ -63,23 +63,23 @@ print(json.dumps(dict(
 
 
 @pytest.mark.ci
-def test_a_family_is_added_as_the_docs_say(copy):
+def test_documented_blocks_add_a_family(copy):
   pytest.importorskip('torch')
   entry, case = blocks()
   name = re.match(r"\s*'(\w+)': Family\(", entry)[1]
   assert len(entry.splitlines()) <= 22 and case.startswith(f"'{name}': (")
   sources = ''.join(p.read_text('utf-8') for p in (CLONE / 'jaxpost').rglob('*.py'))
-  assert name not in sources.lower()  # nothing was made ready for it
+  assert name not in sources.lower()  # the sources do not know the family yet
   add(copy, CASES, 'CASES', case)
-  before = run(copy, '-c', MEASURE, name)
-  assert f"model_type '{name}' is not supported" in before.stderr
+  without_entry = run(copy, '-c', MEASURE, name)
+  assert f"model_type '{name}' is not supported" in without_entry.stderr
   add(copy, FAMILIES, 'FAMILIES', entry)
-  after = run(copy, '-c', MEASURE, name)
-  assert after.returncode == 0, after.stderr[-3000:]
-  found = json.loads(after.stdout.splitlines()[-1])
-  assert found['source'].startswith(str(copy)) and found['config'] == name
-  assert 0 < found['logits'] <= 3e-5
-  # And all else that the families are held to.
+  with_entry = run(copy, '-c', MEASURE, name)
+  assert with_entry.returncode == 0, with_entry.stderr[-3000:]
+  measured = json.loads(with_entry.stdout.splitlines()[-1])
+  assert measured['source'].startswith(str(copy)) and measured['config'] == name
+  assert 0 < measured['logits'] <= 3e-5
+  # The family passes all tests of families.
   done = run(copy, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', 'tests/test_families.py', '-k', name)
   passed = re.search(r'^(\d+) passed, \d+ deselected', done.stdout, re.M)
   assert passed and int(passed[1]) >= 5, done.stdout[-3000:]

@@ -1,4 +1,4 @@
-"""A step that is not finite changes nothing, is counted and explained."""
+"""A step that is not finite changes no weight, is counted and explained; state that is not finite is never saved."""
 
 import shutil
 import subprocess
@@ -24,7 +24,7 @@ from jaxpost.stage import optim
 from jaxpost.storage.manifest import finished_steps
 from jaxpost.types import Item, Outputs
 
-# Cross entropy that is NaN on tokens the model finds unlikely.
+# An algorithm whose cross entropy is NaN on tokens with a negative log-likelihood above LIMIT.
 POISON = """
 import jax.numpy as jnp
 
@@ -51,15 +51,16 @@ def model(tmp_path_factory):
   return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
 
 
-def poisoned(model, folder, limit, **over):
-  folder.mkdir(exist_ok=True)  # one each: modules are loaded once
+def poisoned(model, folder, limit, **overrides):
+  """Returns a config of the algorithm `POISON` with this limit."""
+  folder.mkdir(exist_ok=True)  # a folder for each limit, since a module is loaded only once
   file = folder / 'poison.py'
   file.write_text(POISON.replace('LIMIT', repr(limit)))
-  return tiny.run_config(model, **tiny.merged(dict(algorithm=str(file), train=dict(steps=30, batch_size=4)), over))
+  return tiny.run_config(model, **tiny.merged(dict(algorithm=str(file), train=dict(steps=30, batch_size=4)), overrides))
 
 
-def first(config):
-  """The policy, and the Item of the first step."""
+def first_step(config):
+  """Returns the policy, and the Item of the first step."""
   policy, stream = jaxpost.policy_and_stream(config)
   try:
     return policy, next(stream)
@@ -67,17 +68,17 @@ def first(config):
     stream.close()
 
 
-def middle(model, folder):
-  """(nll that only the worst row of the first batch exceeds, that row)."""
-  policy, item = first(poisoned(model, folder / 'never', 1e9))
+def limit_and_worst_row(model, folder):
+  """Returns (an nll that only one row of the first batch exceeds, that row)."""
+  policy, item = first_step(poisoned(model, folder / 'never', 1e9))
   batch = item.updates[0][1]
   nll = np.where(np.asarray(batch.loss_weights) > 0, -np.asarray(policy.score(batch).logprobs), 0)
   worst = nll.max(axis=-1).reshape(-1)
   return float(np.sort(worst)[-2:].mean()), worst.argmax()
 
 
-def test_an_update_without_a_trained_token_is_in_no_mean():
-  """Its metrics are sums over no token, 0; only a step of such updates has them."""
+def test_metrics_leave_out_updates_without_trained_tokens():
+  """Metrics of such an update are sums over no token, 0; a step has them only if all its updates are such."""
   trained = {'ratio': 1.0, 'nll': 2.0, 'lr': 0.1, 'skipped_updates': 1.0, 'empty_updates': 0.0}
   empty = {'ratio': 0.0, 'nll': 0.0, 'lr': 0.1, 'skipped_updates': 0.0, 'empty_updates': 1.0}
   row = nonfinite.merge_metrics([('policy', trained), ('critic', trained), ('policy', empty), ('critic', empty)])
@@ -86,21 +87,21 @@ def test_an_update_without_a_trained_token_is_in_no_mean():
   assert nonfinite.merge_metrics([('policy', empty)] * 2) == empty | {'empty_updates': 2}
 
 
-def test_a_bad_step_changes_nothing_and_names_rows_and_terms(model, tmp_path):
-  limit, row = middle(model, tmp_path)
-  policy, item = first(poisoned(model, tmp_path, limit))
+def test_nan_step_changes_no_state_and_names_rows_and_terms(model, tmp_path):
+  limit, row = limit_and_worst_row(model, tmp_path)
+  policy, item = first_step(poisoned(model, tmp_path, limit))
   before = jax.tree.map(np.array, policy.state)
-  found = policy.update(item.updates[0][1])
-  assert float(found['skipped_updates']) == 1
+  figures = policy.update(item.updates[0][1])
+  assert float(figures['skipped_updates']) == 1
   jax.tree.map(np.testing.assert_array_equal, before, policy.state)
-  text = nonfinite.explain(item, [('policy', found)], jaxpost.Roles(policy))
+  text = nonfinite.explain(item, [('policy', figures)], jaxpost.Roles(policy))
   terms = text.removeprefix('; not finite: ').split(', ')
   assert {'policy loss', 'policy trap', f'loss in rows {row}', f'trap in rows {row}'} <= set(terms)
   assert not [t for t in terms if 'nll' in t or 'logprobs' in t]
 
 
-def test_an_array_may_have_several_numbers_a_token():
-  """As the log-probs of a teacher's likeliest tokens have."""
+def test_explanation_handles_arrays_with_several_numbers_per_token():
+  """The log-probs of the most likely tokens of a teacher are such an array."""
   top = np.zeros((1, 3, 4, 2), np.float32)  # [M, B, T, k]
   top[0, 2, 1, 1] = np.nan
   values = np.full((1, 3, 4), np.inf)
@@ -124,12 +125,12 @@ def test_the_run_stops_at_the_limit_and_saves_no_nan(model, tmp_path):
   rows = [r for r in metrics.read_rows(tmp_path / 'run' / 'metrics.jsonl') if r['split'] == 'train']
   assert [r['skipped_updates'] for r in rows] == [1, 1, 1]
   assert finished_steps(tmp_path / 'run' / 'checkpoints' / 'poison') == [2]
-  policy, _ = first({**config, 'algorithm': 'sft', 'init_from': f'{tmp_path}/run@2'})
+  policy, _ = first_step({**config, 'algorithm': 'sft', 'init_from': f'{tmp_path}/run@2'})
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(policy.params))
 
 
-def test_bad_steps_between_good_ones_count():
-  """Every second step is bad: a count of bad ones in a row never ends."""
+def test_skipped_steps_between_good_steps_count():
+  """Every second step is bad: a count of bad steps in a row would never reach the limit."""
   stage = types.SimpleNamespace(
     name='x',
     max_skipped=4,
@@ -142,17 +143,19 @@ def test_bad_steps_between_good_ones_count():
     memory_usage=dict,
     writer=types.SimpleNamespace(write=lambda *row: None),
   )
-  run, last = loop._Progress(stage), 0
+  progress, step = loop._Progress(stage), 0
   with pytest.raises(FloatingPointError, match='about 5 steps up to 9'):
-    for last in range(1, 40):
-      bad = {'skipped_updates': float(last % 2), 'empty_updates': 0.0}
-      run.pending = loop._PendingStep(last, Item([], {'tokens': 1}), [('policy', bad)], {'time/step': 1.0}, None)
-      run.log_pending()
+    for step in range(1, 40):
+      figures = {'skipped_updates': float(step % 2), 'empty_updates': 0.0}
+      progress.pending = loop._PendingStep(
+        step, Item([], {'tokens': 1}), [('policy', figures)], {'time/step': 1.0}, None
+      )
+      progress.log_pending()
 
 
-def test_a_run_that_trains_nothing_says_so(model, tmp_path):
-  """A reward that is always None: counted in each row, said once."""
-  config = tiny.grpo_config(model, reward=nothing, train=dict(steps=11))
+def test_run_without_rewards_warns_that_updates_are_empty(model, tmp_path):
+  """The reward is always None: each row of metrics counts the empty update, and one warning explains it."""
+  config = tiny.grpo_config(model, reward=no_reward, train=dict(steps=11))
   summary = jaxpost.run(config, tmp_path, QUIET)
   (warning,) = (w for w in summary['warnings'] if w['kind'] == 'empty')
   assert 'does the reward return None' in warning['text']
@@ -160,43 +163,43 @@ def test_a_run_that_trains_nothing_says_so(model, tmp_path):
   assert [r['empty_updates'] for r in rows] == [1] * 11
 
 
-def nothing(completions, **columns):
+def no_reward(completions, **columns):
   del columns
   return [None] * len(completions)
 
 
 def with_value(tree, name, value):
-  """The tree with `value` in one place of the first array of floats whose path holds `name`."""
+  """Returns the tree with `value` in one place of the first array of floats whose path contains `name`."""
   flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
-  at = next(i for i, (path, x) in enumerate(flat) if name in jax.tree_util.keystr(path) and x.dtype.kind != 'i')
+  index = next(i for i, (path, x) in enumerate(flat) if name in jax.tree_util.keystr(path) and x.dtype.kind != 'i')
   leaves = [x for _, x in flat]
-  leaves[at] = leaves[at].at[(0,) * leaves[at].ndim].set(value)
+  leaves[index] = leaves[index].at[(0,) * leaves[index].ndim].set(value)
   return treedef.unflatten(leaves)
 
 
 @pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize('name', ['mu', 'nu'])
 def test_an_update_whose_new_state_is_not_finite_is_not_applied(model, name, value):
-  """The loss and the gradient are finite."""
-  policy, item = first(tiny.run_config(model, algorithm='sft'))
+  """The loss and the gradient are finite, and the state of the optimizer is not."""
+  policy, item = first_step(tiny.run_config(model, algorithm='sft'))
   policy.state = policy.state.replace(opt_state=with_value(policy.state.opt_state, name, value))
   before = jax.tree.map(np.array, policy.state)
-  found = policy.update(item.updates[0][1])
-  assert float(found['skipped_updates']) == 1 and np.isfinite(found['loss']) and np.isfinite(found['grad_norm'])
+  figures = policy.update(item.updates[0][1])
+  assert float(figures['skipped_updates']) == 1 and np.isfinite(figures['loss']) and np.isfinite(figures['grad_norm'])
   jax.tree.map(np.testing.assert_array_equal, before, policy.state)
 
 
-@pytest.mark.parametrize('name', ['adamw', 'muon'])  # muon without a trial step
+@pytest.mark.parametrize('name', ['adamw', 'muon'])  # muon has no trial step
 def test_weights_that_would_overflow_are_not_written(model, monkeypatch, name):
   monkeypatch.setattr(optim, 'make_optimizer', lambda *unused: optax.sgd(float('inf')))
-  policy, item = first(tiny.run_config(model, algorithm='sft', optim=dict(name=name)))
+  policy, item = first_step(tiny.run_config(model, algorithm='sft', optim=dict(name=name)))
   before = jax.tree.map(np.array, policy.state)
   assert float(policy.update(item.updates[0][1])['skipped_updates']) == 1
   jax.tree.map(np.testing.assert_array_equal, before, policy.state)
 
 
 def spoil_update(monkeypatch, number, spoil, only=lambda role: True):
-  """Calls spoil(role, batch), which returns the batch, before an update of a role."""
+  """Before update `number` of a role that `only` accepts, replaces the batch by spoil(role, batch)."""
   update, steps = Trainable.update, []
 
   def faulty(role, batch):
@@ -212,7 +215,7 @@ def spoil_update(monkeypatch, number, spoil, only=lambda role: True):
 @pytest.mark.parametrize('lora', [dict(), dict(rank=2)], ids=['all weights', 'adapters'])
 @pytest.mark.parametrize('part, name', [('params', ''), ('opt_state', 'mu'), ('opt_state', 'nu')])
 def test_a_state_that_is_not_finite_is_never_saved(model, tmp_path, monkeypatch, lora, part, name):
-  """It went bad in memory after the second step; each step is saved."""
+  """Each step is saved; the state turns NaN in memory after the second step."""
 
   def spoil(role, batch):
     role.state = role.state.replace(**{part: with_value(getattr(role.state, part), name, np.nan)})
@@ -232,7 +235,7 @@ def sparse_model(folder):
   return tiny.folder(folder / 'sparse', family='qwen3_moe', experts=Experts(4, 2, 16))
 
 
-SPOILED = {  # config, whether it is the critic's, part of the state, a name in the path of the array, value
+SPOILED = {  # config, whether the critic is spoiled, part of the state, a name in the path of the array, value
   'critic': (dict(algorithm='ppo'), True, 'params', '', np.nan),
   'router': (dict(algorithm='sft'), False, 'params', 'router', np.inf),
   'weights in float16': (dict(algorithm='sft', model=dict(dtype='float16')), False, 'params', '', np.nan),
@@ -242,11 +245,11 @@ SPOILED = {  # config, whether it is the critic's, part of the state, a name in 
 
 
 @pytest.mark.parametrize('what', SPOILED)
-def test_a_part_of_a_method_that_is_not_finite_is_never_saved(model, tmp_path, monkeypatch, what):
-  over, of_critic, part, name, value = SPOILED[what]
-  make = tiny.grpo_config if over['algorithm'] == 'ppo' else tiny.run_config
+def test_critic_router_or_loss_scale_that_is_not_finite_is_never_saved(model, tmp_path, monkeypatch, what):
+  overrides, of_critic, part, name, value = SPOILED[what]
+  make = tiny.grpo_config if overrides['algorithm'] == 'ppo' else tiny.run_config
   folder = sparse_model(tmp_path) if 'router' in what else model
-  config = tiny.merged(make(folder, train=dict(steps=5), save=dict(every=1)), over)
+  config = tiny.merged(make(folder, train=dict(steps=5), save=dict(every=1)), overrides)
 
   def spoil(role, batch):
     role.state = role.state.replace(**{part: with_value(getattr(role.state, part), name, value)})
@@ -264,7 +267,7 @@ def test_a_part_of_a_method_that_is_not_finite_is_never_saved(model, tmp_path, m
 
 
 @pytest.mark.parametrize('top_k', [0, 3])
-def test_a_teacher_that_is_not_finite_teaches_nothing(model, tmp_path, monkeypatch, top_k):
+def test_step_with_nan_from_the_teacher_is_skipped(model, tmp_path, monkeypatch, top_k):
   config = tiny.run_config(
     model,
     algorithm='distill',
@@ -285,7 +288,7 @@ def test_a_teacher_that_is_not_finite_teaches_nothing(model, tmp_path, monkeypat
   assert [r['skipped_updates'] for r in rows] == [0, 0, 1, 0]
   assert finished_steps(tmp_path / 'run/checkpoints/distill') == [4, 3, 2, 1]
   for step in 3, 4:
-    policy, _ = first({**config, 'algorithm': 'sft', 'distill': {}, 'init_from': f'{tmp_path}/run@{step}'})
+    policy, _ = first_step({**config, 'algorithm': 'sft', 'distill': {}, 'init_from': f'{tmp_path}/run@{step}'})
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(policy.params))
 
 
@@ -299,13 +302,13 @@ def test_weights_that_are_not_finite_are_refused_by_name(model, tmp_path, dtype,
   tensors[name][-1, -1] = value
   safetensors.numpy.save_file(tensors, file)
   with pytest.raises(InputError, match=rf'bad/model.safetensors: tensor {name}: holds NaN or infinity'):
-    first(tiny.run_config(str(tmp_path / 'bad'), algorithm='sft'))
-  tensors[name][-1, -1] = -np.finfo(np.float16).max  # the largest values are no infinity
+    first_step(tiny.run_config(str(tmp_path / 'bad'), algorithm='sft'))
+  tensors[name][-1, -1] = -np.finfo(np.float16).max  # the largest finite value is accepted
   safetensors.numpy.save_file(tensors, file)
-  first(tiny.run_config(str(tmp_path / 'bad'), algorithm='sft'))
+  first_step(tiny.run_config(str(tmp_path / 'bad'), algorithm='sft'))
 
 
-# Spoils one array on the second of two hosts, before the third update.
+# An algorithm that makes one array NaN on the second of two hosts before the third update.
 ON_ONE_HOST = """
 import jax, numpy as np
 from jaxpost.algorithms.sft import ALGORITHM
@@ -327,16 +330,18 @@ def faulty(role, batch):
 
 Trainable.update = faulty
 """
-STATE = 'role.state = role.state.replace(params={**role.state.params, "embed": spoiled(role.state.params["embed"])})'
-BATCH = 'batch = batch.replace(loss_weights=spoiled(batch.loss_weights))'
+SPOIL_STATE = (
+  'role.state = role.state.replace(params={**role.state.params, "embed": spoiled(role.state.params["embed"])})'
+)
+SPOIL_BATCH = 'batch = batch.replace(loss_weights=spoiled(batch.loss_weights))'
 
 
 @pytest.mark.parametrize('what', ['batch', 'state'])
-def test_on_one_of_two_hosts(tmp_path, what):
-  """Both do the same: they skip the step, or end before they save it."""
-  (tmp_path / 'faulty.py').write_text(ON_ONE_HOST.replace('SPOIL', STATE if what == 'state' else BATCH))
-  over = dict(algorithm=f'{tmp_path}/faulty.py', train=dict(steps=5, batch_size=4), save=dict(every=1, keep=9))
-  config = tiny.run_config(tiny.folder(tmp_path / 'model'), **over)
+def test_two_hosts_agree_where_one_is_not_finite(tmp_path, what):
+  """Both hosts do the same: they skip the step, or end before they save it."""
+  (tmp_path / 'faulty.py').write_text(ON_ONE_HOST.replace('SPOIL', SPOIL_STATE if what == 'state' else SPOIL_BATCH))
+  overrides = dict(algorithm=f'{tmp_path}/faulty.py', train=dict(steps=5, batch_size=4), save=dict(every=1, keep=9))
+  config = tiny.run_config(tiny.folder(tmp_path / 'model'), **overrides)
   file = tiny.config_file(tmp_path / 'config.py', config)
   command = [
     sys.executable,
@@ -347,10 +352,10 @@ def test_on_one_of_two_hosts(tmp_path, what):
     f'--config={file}',
     f'--workdir={tmp_path}/run',
   ]
-  ended = subprocess.run(command, cwd=children.CLONE, env=children.environment(), text=True, capture_output=True)
-  assert ended.returncode == (4 if what == 'state' else 0), ended.stderr[-3000:]
+  done = subprocess.run(command, cwd=children.CLONE, env=children.environment(), text=True, capture_output=True)
+  assert done.returncode == (4 if what == 'state' else 0), done.stderr[-3000:]
   steps = finished_steps(tmp_path / 'run/checkpoints/faulty')
   assert steps == ([2, 1] if what == 'state' else [5, 4, 3, 2, 1])
   for step in steps:
-    policy, _ = first({**config, 'algorithm': 'sft', 'init_from': f'{tmp_path}/run@{step}'})
+    policy, _ = first_step({**config, 'algorithm': 'sft', 'init_from': f'{tmp_path}/run@{step}'})
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(policy.params))

@@ -1,4 +1,4 @@
-"""Self-distillation: the teacher is the policy with a prompt that says more (OPSD, SDPO)."""
+"""Self-distillation with `rl.privileged` (OPSD, SDPO): the teacher is the policy with a prompt that says more."""
 
 import json
 
@@ -22,25 +22,25 @@ def folder(tmp_path_factory):
   return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
 
 
-def stream_of(folder, tmp_path, hint, **over):
-  """(policy, stream) on sums whose teacher sees `hint` of the sum."""
+def stream_of(folder, tmp_path, hint, **overrides):
+  """Returns (policy, stream) of OPD on sums; the teacher gets `hint(sum)` as its prompt."""
   sums = [f'{a}+{a + 1}=' for a in range(8)]
   (tmp_path / 'data.jsonl').write_text('\n'.join(json.dumps({'prompt': x, 'hint': hint(x)}) for x in sums))
   rl = dict(privileged='hint', kl_coef=1.0)
   config = tiny.grpo_config(folder, algorithm='opd', reward='', data=dict(path=str(tmp_path / 'data.jsonl')), rl=rl)
-  return jaxpost.policy_and_stream(tiny.merged(config, over))
+  return jaxpost.policy_and_stream(tiny.merged(config, overrides))
 
 
 def test_the_teacher_scores_the_same_tokens_after_its_own_prompt(folder, tmp_path, monkeypatch):
-  made = []
+  calls = []
   privileged_rollout = teachers.privileged_rollout
-  monkeypatch.setattr(teachers, 'privileged_rollout', lambda *args: made.append(args) or privileged_rollout(*args))
+  monkeypatch.setattr(teachers, 'privileged_rollout', lambda *args: calls.append(args) or privileged_rollout(*args))
   policy, stream = stream_of(folder, tmp_path, lambda x: f'It is {eval(x[:-1])}. {x}')
   try:
     experience = next(stream).experience
   finally:
     stream.close()
-  assert len(made) == 1  # its prompts are tokenized once a step
+  assert len(calls) == 1  # prompts of the teacher are tokenized once per step
   rollout, tokenizer = experience.rollout, tokenizer_lib.load('bytes')
   size = len(rollout.lengths) // len(rollout.prompts)
   for n in (0, size, len(rollout.lengths) - 1):
@@ -54,7 +54,7 @@ def test_the_teacher_scores_the_same_tokens_after_its_own_prompt(folder, tmp_pat
   assert np.abs(experience.arrays['ref_logprobs'] - experience.arrays['old_logprobs']).max() > 1e-3
 
 
-def test_a_teacher_that_sees_the_same_has_nothing_to_teach(folder, tmp_path):
+def test_teacher_with_the_same_prompt_gives_zero_advantages(folder, tmp_path):
   _, stream = stream_of(folder, tmp_path, lambda x: x)
   try:
     item = next(stream)
@@ -69,34 +69,34 @@ def rollout_with(**columns):
   return Rollout(prompts, empty.astype(int), np.array([2]), empty, empty, np.array([True]))
 
 
-def config_of(**over):
-  over = tiny.merged(dict(algorithm='opd', reward='', rl=dict(privileged='hint')), over)
+def config_of(**settings):
+  settings = tiny.merged(dict(algorithm='opd', reward='', rl=dict(privileged='hint')), settings)
   config = config_lib.resolve(
-    next(iter(config_lib.parse(over).values())), algorithms.load_algorithm(over['algorithm']).defaults
+    next(iter(config_lib.parse(settings).values())), algorithms.load_algorithm(settings['algorithm']).defaults
   )
-  algorithms.load_algorithm(over['algorithm']).check(config)
+  algorithms.load_algorithm(settings['algorithm']).check(config)
   return config
 
 
 @pytest.mark.parametrize(
   'columns, message', [({'answer': '4'}, "prompt 3 has no column 'hint'; known: answer"), ({'hint': 'y' * 99}, 'raise')]
 )
-def test_prompts_that_are_missing_or_too_long(columns, message):
+def test_missing_or_too_long_privileged_prompts_are_refused(columns, message):
   config = config_of(rollout=dict(max_prompt_length=20))
   with pytest.raises(InputError, match=f'config.rl.privileged: .*{message}'):
     teachers.privileged_rollout(rollout_with(**columns), config, tokenizer_lib.load('bytes'))
 
 
 @pytest.mark.parametrize('last, message', [({}, "no column 'hint'"), ({'hint': 'y' * 99}, 'raise')])
-def test_prompts_of_later_steps_are_read_at_the_start(folder, tmp_path, last, message):
+def test_privileged_prompts_of_all_steps_are_checked_before_the_run(folder, tmp_path, last, message):
   rows = [{'prompt': f'{a}+1=', 'hint': f'It is {a + 1}.'} for a in range(20)] + [{'prompt': '20+1=', **last}]
   (tmp_path / 'data.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-  over = dict(algorithm='opd', reward='', data=dict(path=str(tmp_path / 'data.jsonl')), rl=dict(privileged='hint'))
+  overrides = dict(algorithm='opd', reward='', data=dict(path=str(tmp_path / 'data.jsonl')), rl=dict(privileged='hint'))
   with pytest.raises(InputError, match=f'config.rl.privileged: .*{message}'):
-    prepare.prepare_all(tiny.grpo_config(folder, **over))
+    prepare.prepare_all(tiny.grpo_config(folder, **overrides))
 
 
-def test_a_stage_that_samples_for_its_evaluation_alone_reads_no_such_prompts(folder, tmp_path):
+def test_sft_stage_that_samples_for_evaluation_needs_no_privileged_prompts(folder, tmp_path):
   lines = [{'prompt': '1+1=', 'completion': '2', 'answer': '2', 'hint': 'It is 2.'}] * 4
   (tmp_path / 'data.jsonl').write_text('\n'.join(map(json.dumps, lines)))
   data = dict(path=str(tmp_path / 'data.jsonl'))
@@ -115,6 +115,6 @@ def test_a_stage_that_samples_for_its_evaluation_alone_reads_no_such_prompts(fol
     (dict(rl=dict(privileged='')), 'config.rl.reference: is empty'),
   ],
 )
-def test_what_has_no_second_prompt_is_refused(over, message):
+def test_privileged_is_refused_where_no_teacher_prompt_is_possible(over, message):
   with pytest.raises(InputError, match=message):
     config_of(**over)

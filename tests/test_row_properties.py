@@ -1,4 +1,4 @@
-"""A row with anything anywhere is encoded, or refused in one line that names file, line and key."""
+"""A row of data with any value anywhere is encoded, or refused in one line that names file, line and key."""
 
 import copy
 import json
@@ -24,7 +24,7 @@ CHAT = [
   {'role': 'tool', 'name': 'add', 'tool_call_id': 'c1', 'content': '2'},
   ANSWER,
 ]
-CALLS = " + (message.tool_calls | tojson if message.tool_calls else '')"  # its own template leaves them out
+CALLS = " + (message.tool_calls | tojson if message.tool_calls else '')"  # the template `CHATML` leaves them out
 TOKENIZER = tokenizer.load('bytes', tokenizer.CHATML.replace('+ message.content', f'+ message.content{CALLS}'))
 
 
@@ -52,7 +52,7 @@ def prompt(row, where):
   prompts_lib.prompt_tokens(TOKENIZER, row, where)
 
 
-# kind: (a right row, what encodes it, config.data.map)
+# kind: (a valid row, the function that encodes it, config.data.map)
 KINDS = {
   'chat': ({'messages': CHAT, 'tools': TOOLS, 'chat_template_kwargs': {'x': 1}}, example, None),
   'pair of chats': ({'prompt': CHAT[:2], 'completion': [ANSWER]}, example, None),
@@ -113,7 +113,7 @@ KINDS = {
   'prompt': ({'prompt': CHAT[:2], 'tools': json.dumps(TOOLS), 'answer': '2'}, prompt, None),
   'prompt of a chat': ({'messages': CHAT, 'answer': '2'}, prompt, None),
 }
-# Keys with a meaning, wherever they stand, and what their values may be; null is as if they were absent.
+# Keys that have a meaning at any depth, with the types of their values; null is the same as no key.
 NUMBER, ANY = (int, float), object
 TYPES = {
   **dict.fromkeys(('messages', 'conversations', 'completions', 'labels', 'tool_calls'), list),
@@ -143,28 +143,28 @@ ANYTHING = st.recursive(
 )
 
 
-def paths(value, at=()):
-  """Yields where a key or an element is, at any depth."""
+def paths(value, prefix=()):
+  """Yields the path of every key and element, at any depth."""
   for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
-    yield (*at, key)
-    yield from paths(value[key], (*at, key))
+    yield (*prefix, key)
+    yield from paths(value[key], (*prefix, key))
 
 
 def change(row, path, value, remove):
-  """Returns a copy of the row with another value at a path, or without it."""
-  made = copy.deepcopy(row)
-  inner = made
+  """Returns a copy of the row with another value at a path, or without that path."""
+  changed = copy.deepcopy(row)
+  inner = changed
   for key in path[:-1]:
     inner = inner[key]
   if remove:
     del inner[path[-1]]
   else:
     inner[path[-1]] = value
-  return made
+  return changed
 
 
 def encode(kind, row):
-  """The error of a row of line 7, or None."""
+  """Encodes a row as that of line 7, and returns the error or None."""
   _, encoded, map_fn = KINDS[kind]
   try:
     rows = sources.read('rows.jsonl', map_fn=map_fn, fake_rows=[row])
@@ -178,7 +178,7 @@ CHANGES = [(kind, path) for kind, (row, *_) in KINDS.items() for path in paths(r
 
 
 @pytest.mark.parametrize('kind', KINDS)
-def test_the_right_rows_are_right(kind):
+def test_valid_rows_of_each_kind_are_encoded(kind):
   assert encode(kind, KINDS[kind][0]) is None
 
 
@@ -196,18 +196,21 @@ WRONG = [7, 1.5, True, False, 0, 'x', '', [], {}, [7], [[]], [{}], {'a': 1}, 10*
 
 
 def wrong_types():
+  """Yields (kind, path, value) with each value of a type that the key at the path does not accept."""
   for kind, path in CHANGES:
-    wanted = TYPES.get(path[-1] if isinstance(path[-1], str) else '', ANY)
+    accepted = TYPES.get(path[-1] if isinstance(path[-1], str) else '', ANY)
     if isinstance(path[-1], int):  # elements of lists with a meaning
-      wanted = {'messages': dict, 'tool_calls': dict, 'tools': dict, 'completions': str, 'conversations': dict}.get(
+      accepted = {'messages': dict, 'tool_calls': dict, 'tools': dict, 'completions': str, 'conversations': dict}.get(
         path[-2], ANY
       )
-    if wanted is ANY or 'parameters' in path or path[-2:] == ('arguments', 'a') or path[0] == 'tools' and len(path) > 2:
+    if (
+      accepted is ANY or 'parameters' in path or path[-2:] == ('arguments', 'a') or path[0] == 'tools' and len(path) > 2
+    ):
       continue
     for value in WRONG:
       is_bool = isinstance(value, bool)
-      if (is_bool and bool not in (wanted if isinstance(wanted, tuple) else (wanted,))) or not isinstance(
-        value, wanted
+      if (is_bool and bool not in (accepted if isinstance(accepted, tuple) else (accepted,))) or not isinstance(
+        value, accepted
       ):
         yield kind, path, value
 

@@ -1,4 +1,4 @@
-"""Samplers in 8 bits (`rollout.weights`, `rollout.cache`): what they compute, and that a run corrects for it."""
+"""Samplers in 8 bits (`rollout.weights`, `rollout.cache`): values of codes, and runs that correct for the rounding."""
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,8 @@ from jaxpost.stage import prepare
 from jaxpost.stage.schema_rl import RolloutSection
 from jaxpost.tools import inference
 
-# Kind -> error of a number by the largest of its group, and by itself: half the distance of two codes.
-LOST = {'int8': (0.5 / 127, 0.0), 'float8': (2.0**-10 / 448, 2.0**-4)}
+# Kind -> largest error of a number, relative to the largest of its group and to itself: half the distance of two codes.
+LARGEST_ERRORS = {'int8': (0.5 / 127, 0.0), 'float8': (2.0**-10 / 448, 2.0**-4)}
 FORMS = [('int8', ''), ('float8', ''), ('', 'int8'), ('', 'float8')]
 
 
@@ -35,37 +35,39 @@ def model():
 
 
 def engine_of(model, params, weights='', cache='', **fields):
-  """An engine of three slots with these forms of weights and cache, and the parameters loaded."""
+  """Returns an engine of three slots with these forms of weights and cache, and with the parameters loaded."""
   model, compute = scaled.for_sampler(model, tiny.EXACT, RolloutSection(weights=weights, cache=cache))
   settings = dict(slots=3, max_prompt=9, max_new_tokens=24, stop_ids=(-2,), block=4)
   layout = tiny.one_device('rollout')
-  made = native.NativeEngine(model, native.SamplerConfig(**settings | fields), layout, compute, Ledger())
-  made.load(params, version=0)
-  return made
+  engine = native.NativeEngine(model, native.SamplerConfig(**settings | fields), layout, compute, Ledger())
+  engine.load(params, version=0)
+  return engine
 
 
 def rounded(x, kind, axes):
-  """`scaled.encode` and back in float64, written down plainly."""
+  """Rounds x as `scaled.encode` does, in float64 and by other code."""
   x = np.asarray(x, np.float64)
   largest = scaled.KINDS[kind][1]
   scales = np.abs(x).max(axes, keepdims=True).astype(np.float32) / np.float32(largest)
-  y = x / np.where(scales > 0, scales, 1)
-  return (np.rint(y) if kind == 'int8' else y.astype(np.float32).astype(jnp.float8_e4m3fn).astype(float)) * scales
+  scaled_x = x / np.where(scales > 0, scales, 1)
+  return (
+    np.rint(scaled_x) if kind == 'int8' else scaled_x.astype(np.float32).astype(jnp.float8_e4m3fn).astype(float)
+  ) * scales
 
 
 @pytest.mark.parametrize('kind', scaled.KINDS)
-def test_codes_are_as_near_as_8_bits_are(kind):
+def test_rounding_errors_of_codes_are_within_8_bits(kind):
   x = np.random.RandomState(0).standard_normal((3, 40, 5, 7)).astype('f')
   x[1, :, 2] = 0  # a group without scale
-  found = scaled.encode(jnp.asarray(x), scaled.KINDS[kind][0], (1, 3), jnp.float32)
-  assert found.codes.shape == x.shape and found.codes.dtype.itemsize == 1 and found.scales.shape == (3, 1, 5, 1)
-  back = np.asarray(found.dense('float32'))
-  of_group, of_self = LOST[kind]
-  bound = of_group * np.abs(x).max((1, 3), keepdims=True) + of_self * np.abs(x)
-  assert (np.abs(back - x) <= 1.0001 * bound).all() and (np.abs(back - x) > 0.5 * bound).any()
-  np.testing.assert_allclose(back, rounded(x, kind, (1, 3)), rtol=1e-6)
-  again = scaled.encode(found.dense('float32'), scaled.KINDS[kind][0], (1, 3), jnp.float32)
-  np.testing.assert_allclose(again.dense('float32'), back, rtol=1e-6)  # what is read twice loses nothing more
+  codes = scaled.encode(jnp.asarray(x), scaled.KINDS[kind][0], (1, 3), jnp.float32)
+  assert codes.codes.shape == x.shape and codes.codes.dtype.itemsize == 1 and codes.scales.shape == (3, 1, 5, 1)
+  decoded = np.asarray(codes.dense('float32'))
+  error_by_group, error_by_self = LARGEST_ERRORS[kind]
+  bound = error_by_group * np.abs(x).max((1, 3), keepdims=True) + error_by_self * np.abs(x)
+  assert (np.abs(decoded - x) <= 1.0001 * bound).all() and (np.abs(decoded - x) > 0.5 * bound).any()
+  np.testing.assert_allclose(decoded, rounded(x, kind, (1, 3)), rtol=1e-6)
+  recoded = scaled.encode(codes.dense('float32'), scaled.KINDS[kind][0], (1, 3), jnp.float32)
+  np.testing.assert_allclose(recoded.dense('float32'), decoded, rtol=1e-6)  # rounding again changes nothing
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
@@ -78,20 +80,20 @@ def test_codes_are_as_near_as_8_bits_are(kind):
     ('bkgs,bksh->bkgh', ((2, 3, 4, 6), (2, 3, 6, 8)), (3,)),
   ],
 )
-def test_products_are_those_of_what_codes_stand_for(spec, shapes, axes, dtype):
-  """Covers products of weights, of scores, and of values, whose scales multiply the attention weights."""
+def test_products_with_codes_equal_products_with_decoded_values(spec, shapes, axes, dtype):
+  """Products with weights, with keys, and with values, whose scales multiply the attention weights."""
   random = np.random.RandomState(1)
   x, w = (jnp.asarray(random.standard_normal(s).astype('f')).astype(dtype).astype('float32') for s in shapes)
   codes = scaled.encode(w, 'int8', axes, jnp.float32)
-  meant = np.einsum(spec, np.asarray(x, np.float64), np.asarray(codes.dense('float32'), np.float64))
-  found = jax.jit(lambda x, w: w.product(spec, x, dtype))(x, codes)
-  assert found.dtype == jnp.float32
-  # Codes are exact in bfloat16; attention weights times scales are rounded to it.
-  np.testing.assert_allclose(found, meant, atol=0.05 if (dtype, spec[:4]) == ('bfloat16', 'bkgs') else 2e-5)
+  expected = np.einsum(spec, np.asarray(x, np.float64), np.asarray(codes.dense('float32'), np.float64))
+  actual = jax.jit(lambda x, w: w.product(spec, x, dtype))(x, codes)
+  assert actual.dtype == jnp.float32
+  # Codes are exact in bfloat16, so only attention weights times scales are rounded: hence its larger tolerance.
+  np.testing.assert_allclose(actual, expected, atol=0.05 if (dtype, spec[:4]) == ('bfloat16', 'bkgs') else 2e-5)
 
 
 def with_rounded_weights(model, params, kind):
-  """The parameters of which a sampler in 8 bits would make the same codes."""
+  """Returns the parameters with all matrices rounded to the values that an 8-bit sampler would store."""
   layers = dict(params['layers'])
   for name, axes in scaled.input_axes(model).items():
     layers[name] = jnp.asarray(rounded(layers[name], kind, axes).astype('f'))
@@ -99,55 +101,55 @@ def with_rounded_weights(model, params, kind):
 
 
 @pytest.mark.parametrize('weights,cache', FORMS)
-def test_the_sampler_computes_what_the_scorer_would_of_the_same_codes(model, params, monkeypatch, weights, cache):
-  """Weights and cache rounded by other code, in a forward pass over the whole text; the plain one differs."""
+def test_8_bit_sampler_equals_scorer_with_rounded_weights_and_cache(model, params, monkeypatch, weights, cache):
+  """The scorer reads the whole text, with weights and cache rounded by other code. Without rounding it differs."""
   engine = engine_of(model, params, weights, cache)
   with pytest.raises(AssertionError, match='Not equal to tolerance'):
     proofs.check_slots(model, params, engine)
-  exact = with_rounded_weights(model, params, weights) if weights else params
+  rounded_params = with_rounded_weights(model, params, weights) if weights else params
   if cache:
     tiny._forward.cache_clear()
-    plain = layers.attention
+    attention = layers.attention
 
-    def rounding(q, k, v, *args, **rest):
+    def rounding(q, k, v, *args, **options):
       pair = (scaled.encode(x, scaled.KINDS[cache][0], (-1,), jnp.float32).dense(x.dtype) for x in (k, v))
-      return plain(q, *pair, *args, **rest)
+      return attention(q, *pair, *args, **options)
 
     monkeypatch.setattr(layers, 'attention', rounding)
-  proofs.check_slots(model, exact, engine)
+  proofs.check_slots(model, rounded_params, engine)
   tiny._forward.cache_clear()
 
 
-def test_pages_and_turns_read_the_same_codes(model, params):
-  """Blocks, prefixes that go on, and pages: entries are rounded when they are made, wherever they lie."""
+def test_pages_and_turns_of_8_bit_sampler_give_the_same_samples(model, params):
+  """Entries are rounded when they are made, so blocks, turns that continue a prefix, and pages give the same."""
   fields = dict(slots=4, max_prompt=20, max_new_tokens=test_scheduler.NEW, stop_ids=(), max_context=60)
   engine = engine_of(model, params, 'int8', 'int8', **fields)
-  wanted = test_scheduler.requests(3)
-  whole = test_scheduler.serve(engine, wanted)
-  ends = {r.prompt: len(r.tokens) + test_scheduler.NEW - 4 for r in wanted}
+  requests = test_scheduler.requests(3)
+  whole = test_scheduler.serve(engine, requests)
+  ends = {r.prompt: len(r.tokens) + test_scheduler.NEW - 4 for r in requests}
   turns = test_scheduler.serve(engine, test_scheduler.requests(3, max_tokens=4), test_scheduler.later(ends))
   for key, (one,) in whole.items():
     np.testing.assert_array_equal(np.concatenate([p.tokens for p in turns[key]]), one.tokens)
     np.testing.assert_allclose(np.concatenate([p.logprobs for p in turns[key]]), one.logprobs, atol=1e-5)
   paged = engine_of(model, params, 'int8', 'int8', page_size=8, **fields)
-  test_scheduler.same(test_scheduler.serve(paged, wanted), whole)
+  test_scheduler.same(test_scheduler.serve(paged, requests), whole)
 
 
-def test_scales_are_whole_where_inputs_are_split(model):
-  """Over `tensor`, an output's scale lies beside its codes, and one of a sum over devices is on each of them."""
+def test_scales_are_replicated_where_inputs_are_split(model):
+  """With `tensor=2`, scales of split outputs are split with their codes; scales of split inputs are on every device."""
   sizes = dict.fromkeys(AXES, 1) | dict(tensor=2)
   shardings = model.shardings(Layout(AbstractMesh(tuple(sizes.values()), AXES), 'rollout'))['layers']
   layer = {k: NamedSharding(x.mesh, PartitionSpec(*x.spec[1:])) for k, x in shardings.items()}
-  found = scaled.for_sampler(model, tiny.EXACT, RolloutSection(weights='int8'))[0].store(layer)
-  assert found['o'].codes.spec == PartitionSpec('tensor', None, None)
-  assert found['o'].scales.spec == PartitionSpec(None, None, None)
-  assert found['up'].codes.spec == found['up'].scales.spec == PartitionSpec(None, 'tensor')
-  assert found['mlp_norm'] is layer['mlp_norm']
+  stored = scaled.for_sampler(model, tiny.EXACT, RolloutSection(weights='int8'))[0].store(layer)
+  assert stored['o'].codes.spec == PartitionSpec('tensor', None, None)
+  assert stored['o'].scales.spec == PartitionSpec(None, None, None)
+  assert stored['up'].codes.spec == stored['up'].scales.spec == PartitionSpec(None, 'tensor')
+  assert stored['mlp_norm'] is layer['mlp_norm']
 
 
 @pytest.mark.parametrize('weights,cache', [('', ''), ('int8', 'float8')])
-def test_plans_know_the_bytes(tmp_path, weights, cache):
-  """The arithmetic of `launch.plan` against the arrays of an engine, for products in float32."""
+def test_plans_count_the_bytes_of_8_bit_weights_and_cache(tmp_path, weights, cache):
+  """The arithmetic of `launch.plan` gives the bytes of the arrays of an engine, for products in float32."""
   folder = tiny.folder(tmp_path / 'm', num_layers=2, num_kv_heads=2, head_dim=8)
   config = tiny.grpo_config(folder, rollout=dict(weights=weights, cache=cache, prompts=3, slots=3))
   inputs = prepare.prepare_all(config)[0].inputs
@@ -158,7 +160,7 @@ def test_plans_know_the_bytes(tmp_path, weights, cache):
 
 
 def test_grpo_learns_from_an_8_bit_sampler(tmp_path):
-  """The difference is measured and corrected for, and a resumed run is the same bit for bit."""
+  """The difference to the trainer is measured and corrected for, and a resumed run is equal bit for bit."""
   folder = tiny.folder(tmp_path / 'm', num_layers=2)
   config = tiny.grpo_config(
     folder,
@@ -172,33 +174,33 @@ def test_grpo_learns_from_an_8_bit_sampler(tmp_path):
   assert np.mean([r['reward'] for r in rows[-2:]]) > np.mean([r['reward'] for r in rows[:2]]) + 0.1
   assert all(1 + 1e-5 < r['sampler_mismatch'] < 1.2 for r in rows)
   assert all(0 < r['rollout_corr/k3_kl'] < 0.01 and r['importance_weight/ess'] > 0.9 for r in rows)
-  assert all(abs(r['ratio'] - 1) < 1e-4 for r in rows)  # of the trainer to itself
+  assert all(abs(r['ratio'] - 1) < 1e-4 for r in rows)  # the ratio of the trainer to itself
   jaxpost.run(tiny.merged(config, dict(train=dict(steps=3))), tmp_path / 'parts')
   jaxpost.run(config, tmp_path / 'parts')
   one, two = (proofs.exported(tmp_path / name) for name in ('whole', 'parts'))
   jax.tree.map(np.testing.assert_array_equal, one, two)
 
 
-def test_the_first_step_knows_that_the_sampler_rounds(tmp_path):
-  """A ratio to the sampler is not 1, and one to the trainer is; log-probs of another model still end the run."""
+def test_check_of_first_step_allows_for_rounding_of_the_sampler(tmp_path):
+  """With `old_policy=sampler` the ratio need not be 1. Log-probs of another model still end the run."""
   folder, row = tiny.folder(tmp_path / 'm'), dict(ratio=1.03, kl=0.0, sampler_mismatch=1.1)
-  for old, fails in (('recomputed', 'ratio'), ('sampler', '')):
-    over = dict(rollout=dict(weights='int8'), rl=dict(old_policy=old))
-    inputs = prepare.prepare_all(tiny.grpo_config(folder, **over))[0].inputs
+  for old_policy, fails in (('recomputed', 'ratio'), ('sampler', '')):
+    overrides = dict(rollout=dict(weights='int8'), rl=dict(old_policy=old_policy))
+    inputs = prepare.prepare_all(tiny.grpo_config(folder, **overrides))[0].inputs
     assert inputs.config.rl.importance == (('token_truncated',) if fails else ())
-    for found, wrong in ((row, fails), (row | dict(ratio=1.0, sampler_mismatch=3.0), 'sampler_mismatch')):
+    for metrics_row, wrong in ((row, fails), (row | dict(ratio=1.0, sampler_mismatch=3.0), 'sampler_mismatch')):
       if wrong:
         with pytest.raises(AssertionError, match=f'{wrong} is'):
-          inputs.algorithm.check_first_step(found, inputs.config)
+          inputs.algorithm.check_first_step(metrics_row, inputs.config)
       else:
-        inputs.algorithm.check_first_step(found, inputs.config)
+        inputs.algorithm.check_first_step(metrics_row, inputs.config)
 
 
-def test_finished_weights_are_evaluated_as_they_are():
+def test_evaluation_of_finished_weights_is_not_in_8_bits():
   config = tiny.grpo_config('x', rollout=dict(weights='int8', cache='float8'))
   ((_, section),) = jaxpost.stage.config.parse(config).items()
-  found = inference._on_these_devices(section, True, tiny.one_device(), 'data=-1').rollout
-  assert (found.weights, found.cache) == ('', '')
+  rollout = inference._on_these_devices(section, True, tiny.one_device(), 'data=-1').rollout
+  assert (rollout.weights, rollout.cache) == ('', '')
 
 
 @pytest.mark.parametrize(
@@ -212,7 +214,7 @@ def test_finished_weights_are_evaluated_as_they_are():
     ('deepseek_v3', dict(rollout=dict(cache='int8')), 'cache: deepseek_v3 models do not cache'),
   ],
 )
-def test_what_cannot_be_is_refused(tmp_path, family, over, message):
+def test_8_bit_settings_that_are_not_supported_are_refused(tmp_path, family, over, message):
   fields = {} if family == 'qwen3' else dict(family=family, num_layers=3, num_heads=4, num_kv_heads=4)
   with pytest.raises(InputError, match=message):
     prepare.prepare_all(tiny.grpo_config(tiny.folder(tmp_path / 'm', **fields), **over))

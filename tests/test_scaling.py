@@ -1,4 +1,4 @@
-"""Speed-up of the standard workload: its arithmetic, and the real thing."""
+"""benchmarks/scaling.py: speed-up and efficiency of the standard workload are computed and printed correctly."""
 
 import json
 import os
@@ -11,26 +11,26 @@ import pytest
 from jaxpost.errors import InputError
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # which a plain `pytest` does not have
+sys.path.insert(0, str(ROOT))  # a plain `pytest` does not have it in its path
 
 from benchmarks import scaling  # noqa: E402
 
 
-def plan(**over):
-  return scaling.Plan(**{**dict(what='sft', counts=(1, 2), batch=8, rounds=2, flags=()), **over})
+def plan(**overrides):
+  return scaling.Plan(**{**dict(what='sft', counts=(1, 2), batch=8, rounds=2, flags=()), **overrides})
 
 
-def test_figures_of_strong_and_weak_speed_up():
+def test_strong_and_weak_speed_up_equal_figures_by_hand():
   """8 rows take 1 s; two processes need 0.6 s for 8 and 1.25 s for 16."""
   times = {(1, 8): 1.0, (1, 4): 0.5, (2, 8): 0.6, (2, 16): 1.25}
-  asked = []
+  measured = []
 
   def run(n, batch):
-    asked.append((n, batch))
-    return times[n, batch] + (len(asked) <= len(times))  # a slow first round
+    measured.append((n, batch))
+    return times[n, batch] + (len(measured) <= len(times))  # the first round is slow
 
   strong, weak = scaling.measure(plan(), run)
-  assert asked == 2 * [(1, 8), (1, 4), (2, 8), (2, 16)]  # interleaved
+  assert measured == 2 * [(1, 8), (1, 4), (2, 8), (2, 16)]  # interleaved
   assert (strong['mode'], strong['batch']) == ('strong', 8)
   assert strong['speedup'] == pytest.approx(1 / 0.6)
   assert strong['efficiency'] == pytest.approx(1 / 1.2)
@@ -50,13 +50,13 @@ def test_figures_of_strong_and_weak_speed_up():
     (dict(what='grpo', batch=8), 'in groups of 8'),
   ],
 )
-def test_bad_settings(over, words):
+def test_bad_settings_are_refused(over, words):
   with pytest.raises(InputError, match=words):
     scaling.measure(plan(**over), lambda n, batch: 1.0)
 
 
 @pytest.mark.parametrize('text', ['x', '', '0', '1', '1,-2', '1,2.5'])
-def test_bad_numbers_of_processes(text):
+def test_bad_process_counts_are_refused(text):
   with pytest.raises(InputError, match='--processes'):
     scaling.counts(text.split(','))
 
@@ -80,8 +80,8 @@ RUN = dict(
 )
 
 
-def test_figures_of_what_a_cluster_has_printed(tmp_path):
-  """The best figure of each setting counts; incomplete settings are left out."""
+def test_figures_from_recorded_lines_of_a_cluster(tmp_path):
+  """The best figure of each setting counts; settings without all of their runs are left out."""
   file = tmp_path / 'runs.jsonl'
   times = [(1, 8, 3.0), (1, 8, 1.0), (1, 4, 0.5), (2, 8, 0.6), (2, 16, 1.25), (4, 8, 0.1)]
   file.write_text(
@@ -90,9 +90,9 @@ def test_figures_of_what_a_cluster_has_printed(tmp_path):
       for n, batch, t in times
     )
   )
-  found = {(1, 8): 1.0, (1, 4): 0.5, (2, 8): 0.6, (2, 16): 1.25}
-  strong, weak = scaling.measure(plan(), lambda n, batch: found[n, batch])
-  assert scaling.recorded(file) == [strong, scaling.figures('sft', 'weak', 2, 4, found), weak]
+  seconds = {(1, 8): 1.0, (1, 4): 0.5, (2, 8): 0.6, (2, 16): 1.25}
+  strong, weak = scaling.measure(plan(), lambda n, batch: seconds[n, batch])
+  assert scaling.recorded(file) == [strong, scaling.figures('sft', 'weak', 2, 4, seconds), weak]
   mixed = file.read_text() + json.dumps(dict(RUN, bf16=False, processes=1, devices=4, batch=8, all=[9.0] * 3))
   for text, words in (
     (mixed, 'different workloads: .*bf16=False.*bf16=True'),
@@ -108,7 +108,7 @@ def test_figures_of_what_a_cluster_has_printed(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize('what, batch', [('sft', 4), ('grpo', 16)])
-def test_real_processes_on_a_core_each(what, batch):
+def test_benchmark_runs_real_processes_with_a_core_each(what, batch):
   if len(os.sched_getaffinity(0)) < 2:
     pytest.skip('one core: nothing to speed up on')
   done = subprocess.run(
@@ -131,5 +131,5 @@ def test_real_processes_on_a_core_each(what, batch):
   assert done.returncode == 0, done.stderr[-3000:]
   rows = json.loads(done.stdout.splitlines()[-1])
   assert [(r['mode'], r['processes'], r['batch']) for r in rows] == [('strong', 2, batch), ('weak', 2, 2 * batch)]
-  assert all(r['speedup'] > 0 for r in rows)  # how much is up to the machine
+  assert all(r['speedup'] > 0 for r in rows)  # its size depends on the machine
   assert all(0 <= r['communication_share'] < 1 for r in rows)

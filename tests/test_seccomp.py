@@ -1,4 +1,4 @@
-"""System calls of a program in the sandbox: what does not exist for it, and what goes on working."""
+"""System calls of a program in the sandbox (`workers.seccomp`): dangerous ones do not exist, ordinary programs work."""
 
 import errno
 import pathlib
@@ -15,15 +15,15 @@ from jaxpost.workers import sandbox, seccomp
 LIMITS = sandbox.SandboxLimits(timeout_s=20.0, memory_mb=1024)
 
 
-def allowed():
-  """Returns whether the kernel lets a process make namespaces; uses no code of the library."""
-  call_it = 'import ctypes, sys\nsys.exit(ctypes.CDLL(None).unshare(0x10000000 | 0x20000) != 0)'
-  return sys.platform == 'linux' and not subprocess.run([sys.executable, '-c', call_it]).returncode
+def namespaces_work():
+  """Returns whether the kernel lets a process make namespaces, without using code of the library."""
+  unshare = 'import ctypes, sys\nsys.exit(ctypes.CDLL(None).unshare(0x10000000 | 0x20000) != 0)'
+  return sys.platform == 'linux' and not subprocess.run([sys.executable, '-c', unshare]).returncode
 
 
-namespaces = pytest.mark.skipif(not allowed(), reason='this kernel or container allows no user namespaces')
+namespaces = pytest.mark.skipif(not namespaces_work(), reason='this kernel or container allows no user namespaces')
 
-# name: (number on x86_64, on aarch64, arguments)
+# name: (number on x86_64, number on aarch64, arguments)
 REFUSED = {
   'keyctl: the id of the session keyring': (250, 219, (0, -3, 0)),
   'add_key': (248, 217, (b'user', b'x', b'x', 1, -3)),
@@ -96,16 +96,16 @@ def test_dangerous_calls_do_not_exist():
   column = {'x86_64': 0, 'aarch64': 1}[platform.machine()]
   calls = [(row[column], row[2]) for row in REFUSED.values()]
   clone = REFUSED['clone into a user namespace'][column]
-  (shown,) = sandbox.run_inputs(CALL.format(calls=calls, clone=clone), [''], LIMITS)
-  found = dict(zip(REFUSED, map(int, shown.split()), strict=True))
-  assert found == dict.fromkeys(REFUSED, errno.ENOSYS)
+  (output,) = sandbox.run_inputs(CALL.format(calls=calls, clone=clone), [''], LIMITS)
+  errors = dict(zip(REFUSED, map(int, output.split()), strict=True))
+  assert errors == dict.fromkeys(REFUSED, errno.ENOSYS)
 
 
 @namespaces
 @pytest.mark.parametrize('program', WORKS.values(), ids=WORKS)
 def test_ordinary_programs_work(program):
-  (shown,) = sandbox.run_inputs(program, [''], LIMITS)
-  assert shown and shown.strip() == '6'
+  (output,) = sandbox.run_inputs(program, [''], LIMITS)
+  assert output and output.strip() == '6'
 
 
 @namespaces
@@ -122,46 +122,50 @@ def test_numpy_works():
 def test_numbers_are_those_of_the_kernel(machine, header):
   if not pathlib.Path(header).exists():
     pytest.skip(f'{header} is not installed')
-  found = re.findall(r'#define __NR(?:3264)?_(\w+)\s+(\d+)', pathlib.Path(header).read_text())
-  kernel = {name: int(number) for name, number in found}
+  defined = re.findall(r'#define __NR(?:3264)?_(\w+)\s+(\d+)', pathlib.Path(header).read_text())
+  kernel = {name: int(number) for name, number in defined}
   kernel['newfstatat'] = kernel.get('newfstatat', kernel.get('fstatat'))
-  ours = seccomp.numbers(machine)
-  assert {name: kernel.get(name, number) for name, number in ours.items()} == ours
-  assert len(kernel.keys() & ours) > 150
+  numbers = seccomp.numbers(machine)
+  assert {name: kernel.get(name, number) for name, number in numbers.items()} == numbers
+  assert len(kernel.keys() & numbers) > 150
 
 
 def verdict(code, number, argument=0, audit=0xC000003E):
-  """Returns the verdict of the filter for a call, by an emulator of the kernel's machine."""
+  """Returns the verdict of the filter for a call, from an emulator of the BPF machine of the kernel."""
   data = struct.pack('=IIQ6Q', number, audit, 0, argument, 0, 0, 0, 0, 0)
-  steps = list(struct.iter_unpack('=HBBI', code))
-  at = value = 0
+  instructions = list(struct.iter_unpack('=HBBI', code))
+  position = value = 0
   while True:
-    operation, yes, no, k = steps[at]
-    at += 1
+    operation, if_true, if_false, operand = instructions[position]
+    position += 1
     if operation == 0x20:
-      (value,) = struct.unpack_from('=I', data, k)
+      (value,) = struct.unpack_from('=I', data, operand)
     elif operation == 0x06:
-      return k
+      return operand
     else:
-      at += yes if {0x15: value == k, 0x35: value >= k, 0x45: bool(value & k)}[operation] else no
+      position += (
+        if_true
+        if {0x15: value == operand, 0x35: value >= operand, 0x45: bool(value & operand)}[operation]
+        else if_false
+      )
 
 
 @pytest.mark.parametrize('machine, audit', [('x86_64', 0xC000003E), ('aarch64', 0xC00000B7)])
-def test_the_filter_allows_what_is_listed_and_nothing_else(machine, audit):
+def test_filter_allows_listed_calls_and_nothing_else(machine, audit):
   code, known = seccomp.program(machine), seccomp.numbers(machine)
   for number in range(600):
-    want = number in known.values() and number != known['prlimit64']
-    assert (verdict(code, number, 1, audit) == 0x7FFF0000) == want, number
+    listed = number in known.values() and number != known['prlimit64']
+    assert (verdict(code, number, 1, audit) == 0x7FFF0000) == listed, number
   assert len(code) // 8 <= 4096
   refused = 0x00050000 | errno.ENOSYS
-  assert verdict(code, known['read'], 0, audit=0x40000003) == refused  # of a 32-bit program
-  assert verdict(code, known['read'] | 0x40000000, 0, audit) == refused  # of x32
-  for pid, allowed_ in ((0, True), (1, False), (2**32 - 1, False)):  # 0 is the process itself
-    assert (verdict(code, known['prlimit64'], pid, audit) == 0x7FFF0000) == allowed_
-  for family, allowed_ in ((1, True), (2, True), (10, True), (0, False), (16, False), (40, False)):
-    assert (verdict(code, known['socket'], family, audit) == 0x7FFF0000) == allowed_
-  for flags, allowed_ in ((17, True), (0x3D0F00, True), (0x10000011, False), (0x00020000, False), (0x80, False)):
-    assert (verdict(code, known['clone'], flags, audit) == 0x7FFF0000) == allowed_, hex(flags)
+  assert verdict(code, known['read'], 0, audit=0x40000003) == refused  # a call of a 32-bit program
+  assert verdict(code, known['read'] | 0x40000000, 0, audit) == refused  # a call of an x32 program
+  for pid, allowed in ((0, True), (1, False), (2**32 - 1, False)):  # 0 is the process itself
+    assert (verdict(code, known['prlimit64'], pid, audit) == 0x7FFF0000) == allowed
+  for family, allowed in ((1, True), (2, True), (10, True), (0, False), (16, False), (40, False)):
+    assert (verdict(code, known['socket'], family, audit) == 0x7FFF0000) == allowed
+  for flags, allowed in ((17, True), (0x3D0F00, True), (0x10000011, False), (0x00020000, False), (0x80, False)):
+    assert (verdict(code, known['clone'], flags, audit) == 0x7FFF0000) == allowed, hex(flags)
 
 
 def test_a_machine_without_a_list_is_refused():

@@ -1,6 +1,6 @@
-"""The bytes that are read of a folder by two real processes, and onto eight devices.
+"""Loading weights onto a mesh reads each matrix row once over all processes, and gives every device its shards.
 
-`main` below is what the processes run; the tests look at what they print.
+The child processes run `two_processes` or `eight_devices` below; the tests check their output or exit status.
 """
 
 import json
@@ -49,26 +49,26 @@ def models():
 
 
 def count_reads():
-  """[bytes of matrices, of vectors] that are read from now on.
+  """Returns [bytes of matrices, bytes of vectors], a list that counts what is read from now on, in whole rows.
 
-  Of whole rows: an object store knows nothing less.
+  An object store reads whole rows.
   """
   from jaxpost.formats import safetensors_file
 
   read, count = safetensors_file.Tensor.__getitem__, [0, 0]
 
-  def counted(tensor, index):
+  def counting_read(tensor, index):
     rows, *_ = index if isinstance(index, tuple) else (index,)
     size = len(range(*rows.indices(tensor.shape[0])))
     count[len(tensor.shape) == 1] += 4 * size * math.prod(tensor.shape[1:])
     return read(tensor, index)
 
-  safetensors_file.Tensor.__getitem__ = counted
+  safetensors_file.Tensor.__getitem__ = counting_read
   return count
 
 
 def load(folder, model, layout, piece):
-  """Its parameters, the way that a run has them."""
+  """Loads the parameters of a model as a run does, in pieces of `piece` bytes."""
   from jaxpost.formats import model_folder, tensor_reader
   from jaxpost.stage import load_weights, records
 
@@ -77,10 +77,10 @@ def load(folder, model, layout, piece):
   return load_weights.load(source, model, layout, 'float32')
 
 
-def of_two(folder, rank, address):
-  """Returns the bytes that one of two processes reads, and whether it has its shards.
+def two_processes(folder, rank, address):
+  """In one of two processes, checks its shards, and prints {mesh: bytes read}.
 
-  A layout of `data` has all on both.
+  With `data=2`, both have all weights.
   """
   from jaxpost.distributed import cluster
   from jaxpost.distributed.phases import make_layout
@@ -90,19 +90,19 @@ def of_two(folder, rank, address):
   cluster.connect(address, 2, int(rank))
   count, counts = count_reads(), {}
   model = model_lib.build(models()['dense'])
-  whole = np.load(pathlib.Path(folder) / 'whole.npz')
+  expected = np.load(pathlib.Path(folder) / 'whole.npz')
   for mesh in MESHES:
     count[:] = 0, 0
     params = load(folder, model, make_layout(mesh, 'train'), 4096)
     counts[mesh] = list(count)
     for path in model.table:
       for shard in leaf(params, path).addressable_shards:
-        np.testing.assert_array_equal(shard.data, whole[path][shard.index], strict=True)
+        np.testing.assert_array_equal(shard.data, expected[path][shard.index], strict=True)
   print(json.dumps(counts))
 
 
-def onto_eight(folder):
-  """Returns whether the parameters are those of one device, in each layout."""
+def eight_devices(folder):
+  """Checks that each layout of eight devices has the parameters of one device."""
   import jax
   import tiny
 
@@ -111,15 +111,15 @@ def onto_eight(folder):
   from jaxpost.formats import hf_export
   from jaxpost.models import model as model_lib
 
-  given, count = {}, count_reads()
+  saved, count = {}, count_reads()
   for name, config in models().items():
     model = model_lib.build(config)
-    given[name] = tiny.params(model)
-    hf_export.save(pathlib.Path(folder) / name, model, given[name])
+    saved[name] = tiny.params(model)
+    hf_export.save(pathlib.Path(folder) / name, model, saved[name])
   for text in LAYOUTS:
     name, _, mesh = text.partition(':')
     model, count[:] = model_lib.build(models()[name]), (0, 0)
-    found = load(pathlib.Path(folder) / name, model, make_layout(mesh, 'train'), 2048)
+    loaded = load(pathlib.Path(folder) / name, model, make_layout(mesh, 'train'), 2048)
     if name == 'dense':  # heads and kv heads are fewer than devices
       check(
         count[0]
@@ -129,12 +129,12 @@ def onto_eight(folder):
           if x.ndim > 1
         )
       )
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), to_host(found), to_host(given[name]))
-    jax.tree.map(lambda x, sharding: check(x.sharding == sharding), found, model.shardings(make_layout(mesh, 'train')))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), to_host(loaded), to_host(saved[name]))
+    jax.tree.map(lambda x, sharding: check(x.sharding == sharding), loaded, model.shardings(make_layout(mesh, 'train')))
 
 
-def check(holds):
-  assert holds
+def check(condition):
+  assert condition
 
 
 def start(devices, *arguments):
@@ -148,8 +148,8 @@ def start(devices, *arguments):
   )
 
 
-def test_each_process_reads_its_own(tmp_path):
-  """No row of a matrix is read twice, however its parts are distributed."""
+def test_two_processes_read_each_matrix_row_once(tmp_path):
+  """No row of a matrix is read twice, on any mesh."""
   import tiny
 
   from jaxpost.formats import hf_export
@@ -177,10 +177,10 @@ def test_each_process_reads_its_own(tmp_path):
       assert shared <= vectors
 
 
-def test_pieces_make_up_the_shards(tmp_path):
+def test_shards_on_eight_devices_equal_the_saved_parameters(tmp_path):
   test_processes.finish([start(8, tmp_path)])
 
 
 if __name__ == '__main__':
   sys.path.insert(0, str(ROOT / 'tests'))
-  (of_two if len(sys.argv) > 2 else onto_eight)(*sys.argv[1:])
+  (two_processes if len(sys.argv) > 2 else eight_devices)(*sys.argv[1:])

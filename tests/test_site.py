@@ -1,4 +1,4 @@
-"""The documentation site builds without a warning and lists every page; its help names what is there."""
+"""The documentation site builds without a warning and lists every page; its pages name existing fields and commands."""
 
 import importlib
 import importlib.util
@@ -39,12 +39,12 @@ def test_troubleshooting_names_fields_and_metrics():
   for row in re.findall(r'^\| (`.*?) \|', (DOCS / 'metrics.md').read_text('utf-8'), re.M):
     known |= set(re.findall(r'`([^`]+)`', row))
   named = re.findall(r'`([a-z_]+[./][\w/.]+)(?:=[^`]*)?`', (DOCS / 'troubleshooting.md').read_text('utf-8'))
-  others = {'plan.json', 'report.html', 'summary.json', 'samples/', 'launch.inspect', 'launch.plan'}
-  assert set(named) - known - others <= {'data.template_kwargs.enable_thinking'} and len(set(named) & known) > 60
+  other_names = {'plan.json', 'report.html', 'summary.json', 'samples/', 'launch.inspect', 'launch.plan'}
+  assert set(named) - known - other_names <= {'data.template_kwargs.enable_thinking'} and len(set(named) & known) > 60
 
 
 def site_settings(monkeypatch, **environment):
-  """Returns what docs/conf.py defines with these environment variables."""
+  """Returns the names that docs/conf.py defines with these environment variables."""
   monkeypatch.setattr(sys, 'path', list(sys.path))
   for name in ('JAXPOST_REPOSITORY', 'JAXPOST_REVISION'):
     monkeypatch.delenv(name, raising=False)
@@ -66,15 +66,15 @@ def test_the_site_links_to_a_repository_that_is_named(monkeypatch):
     site_settings(monkeypatch, JAXPOST_REPOSITORY='git@github.com:acme/post')
 
 
-def test_notebooks_are_stamped_with_an_address_and_without_again(tmp_path, monkeypatch):
+def test_stamping_notebooks_is_undone_without_an_address(tmp_path, monkeypatch):
   monkeypatch.syspath_prepend(str(DOCS))
   stamp_badges = importlib.import_module('stamp_badges')
   for folder in ('notebooks', 'docs/notebook_outputs'):
     shutil.copytree(CLONE / folder, tmp_path / folder, ignore=shutil.ignore_patterns('.*'))
   files = sorted(path for path in tmp_path.rglob('*') if path.suffix in ('.ipynb', '.json'))
   stamp_badges.main(tmp_path)
-  bare = [path.read_bytes() for path in files]
-  for revision in ('main', 'v0.2.0'):  # the second replaces the first
+  unstamped = [path.read_bytes() for path in files]
+  for revision in ('main', 'v0.2.0'):  # the second stamp replaces the first
     stamp_badges.main(tmp_path, 'https://github.com/acme/post/', revision)
   for path in (tmp_path / 'notebooks').glob('*.ipynb'):
     cells = [''.join(cell['source']) for cell in json.loads(path.read_text('utf-8'))['cells']]
@@ -83,12 +83,12 @@ def test_notebooks_are_stamped_with_an_address_and_without_again(tmp_path, monke
     stored = json.loads((tmp_path / f'docs/notebook_outputs/{path.stem}.json').read_text('utf-8'))
     assert stored['code'][0] == cells[1] and cells[0].count('colab.research') == 2
   stamp_badges.main(tmp_path)
-  assert [path.read_bytes() for path in files] == bare
+  assert [path.read_bytes() for path in files] == unstamped
 
 
 @pytest.mark.parametrize('place', ['a checkout', 'no checkout'])
 def test_a_stamped_notebook_clones_where_there_is_no_checkout(place, tmp_path, monkeypatch):
-  """Its first cell is run, with programs that are only recorded."""
+  """The first code cell of each notebook is run, with commands that are only recorded."""
   monkeypatch.syspath_prepend(str(DOCS))
   stamp_badges = importlib.import_module('stamp_badges')
   called = []
@@ -109,9 +109,9 @@ def test_a_stamped_notebook_clones_where_there_is_no_checkout(place, tmp_path, m
     else:
       ((clone, _),) = clones
       assert clone[:2] == ['git', 'clone'] and clone[-4:] == ['-b', 'v0.2.0', 'https://github.com/acme/post', str(cwd)]
-      bare = ''.join(stamp_badges.stamp(book, path.stem, '')['cells'][1]['source'])
+      unstamped = ''.join(stamp_badges.stamp(book, path.stem, '')['cells'][1]['source'])
       with pytest.raises(AssertionError, match='not inside a checkout'):
-        exec(bare, {})
+        exec(unstamped, {})
 
 
 def test_every_command_is_listed():

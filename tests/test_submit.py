@@ -1,6 +1,6 @@
-"""Jobs of clusters: what is rendered parses, and restarts as it should.
+"""`launch.submit`: rendered cluster jobs are valid, quote hostile text, and restart by exit code.
 
-gcloud, srun and scontrol are doubles here that run what they are given.
+gcloud, srun and scontrol are doubles here, which run the command that they are given.
 """
 
 import ast
@@ -23,7 +23,7 @@ from jaxpost.hardware import host  # noqa: E402
 from launch import render  # noqa: E402
 
 WORDS = ['--config=configs/sft_gsm8k.py:model=tiny', "--workdir=/data/it's a run", '--config.data.columns=a=b,c=d']
-GIVEN = dict(
+OPTIONS = dict(
   name='try',
   nodes=4,
   devices=0,
@@ -40,7 +40,7 @@ GIVEN = dict(
   profile=0,
   volume='',
 )
-MORE = {
+OPTIONS_OF_PLATFORM = {
   'tpu': dict(tpu='pod', zone='us-east5-a', repo='https://host/you.git'),
   'slurm': {},
   'skypilot': {},
@@ -49,8 +49,8 @@ MORE = {
 }
 
 
-def job(platform, words=WORDS, **over):
-  return render.render(platform, words, GIVEN | MORE[platform] | over)
+def job(platform, words=WORDS, **overrides):
+  return render.render(platform, words, OPTIONS | OPTIONS_OF_PLATFORM[platform] | overrides)
 
 
 def submit(*arguments):
@@ -58,12 +58,12 @@ def submit(*arguments):
 
 
 @pytest.mark.parametrize('platform', ['tpu', 'slurm'])
-def test_scripts_are_of_bash(platform, tmp_path):
+def test_scripts_are_valid_bash(platform, tmp_path):
   text = job(platform)
   done = subprocess.run(['bash', '-n'], input=text, text=True, capture_output=True)
   assert done.returncode == 0 and not done.stderr
   assert '{{' not in text and 'JAX_COMPILATION_CACHE_DIR=/data/xla' in text
-  # Text that a shell would split or expand is quoted.
+  # Variables whose text a shell would split or expand are quoted.
   for line in text.splitlines():
     if not line.lstrip().startswith('#'):
       assert not re.search(r'[^"\w]\$(TPU|ZONE|REPO)\b', line), line
@@ -80,11 +80,11 @@ def test_scripts_are_of_bash(platform, tmp_path):
     ),
   ],
 )
-def test_jobset(over, limits, peers):
-  found = yaml.safe_load(job('gke', **over))
-  assert found['kind'] == 'JobSet' and found['metadata']['name'] == 'try'
-  assert found['spec']['failurePolicy']['maxRestarts'] == 2
-  spec = found['spec']['replicatedJobs'][0]['template']['spec']
+def test_gke_jobset_has_command_resources_and_restart_rules(over, limits, peers):
+  jobset = yaml.safe_load(job('gke', **over))
+  assert jobset['kind'] == 'JobSet' and jobset['metadata']['name'] == 'try'
+  assert jobset['spec']['failurePolicy']['maxRestarts'] == 2
+  spec = jobset['spec']['replicatedJobs'][0]['template']['spec']
   assert spec['completions'] == spec['parallelism'] == over.get('nodes', 4)
   (pod,) = spec['template']['spec']['containers']
   assert pod['command'] == ['python', '-m', 'launch.train', *peers, *WORDS]
@@ -105,14 +105,14 @@ def test_jobset(over, limits, peers):
   assert ('cloud.google.com/gke-tpu-topology' in selector) == ('topology' in over)
 
 
-def test_skypilot():
-  found = yaml.safe_load(job('skypilot', nodes=2))
-  assert found['num_nodes'] == 2
-  assert found['resources']['accelerators'] == 'H100:8'
-  assert found['resources']['job_recovery'] == {'recover_on_exit_codes': [42], 'max_restarts_on_errors': 2}
-  for part in found['setup'], found['run']:
-    assert subprocess.run(['bash', '-n'], input=part, text=True).returncode == 0
-  words = shlex.split(found['run'].splitlines()[-1])
+def test_skypilot_task_has_resources_recovery_and_command():
+  task = yaml.safe_load(job('skypilot', nodes=2))
+  assert task['num_nodes'] == 2
+  assert task['resources']['accelerators'] == 'H100:8'
+  assert task['resources']['job_recovery'] == {'recover_on_exit_codes': [42], 'max_restarts_on_errors': 2}
+  for script in task['setup'], task['run']:
+    assert subprocess.run(['bash', '-n'], input=script, text=True).returncode == 0
+  words = shlex.split(task['run'].splitlines()[-1])
   assert words[-len(WORDS) :] == WORDS
 
 
@@ -129,16 +129,16 @@ def test_colab_is_python():
 
 
 @pytest.mark.parametrize(
-  'program, files, wanted', [('nvidia-smi', [], 'data,cuda'), (None, ['x'], 'data,tpu'), (None, [], 'data')]
+  'program, files, expected', [('nvidia-smi', [], 'data,cuda'), (None, ['x'], 'data,tpu'), (None, [], 'data')]
 )
-def test_colab_installs_what_its_runtime_needs(monkeypatch, program, files, wanted):
-  """A clone without the extra for its accelerator would train on the CPU, and could not read a recipe's Parquet."""
+def test_colab_installs_the_extras_of_its_accelerator(monkeypatch, program, files, expected):
+  """Without the extras, a clone would train on the CPU, and could not read the Parquet files of a recipe."""
   cell = job('colab').split('%cd jaxpost')[1].split('# %% Train')[0]
   monkeypatch.setattr('shutil.which', lambda name: program)
   monkeypatch.setattr('glob.glob', lambda pattern: files)
-  found = {}
-  exec('\n'.join(line for line in cell.splitlines() if line[:1] not in '!%'), found)
-  assert found['extras'] == wanted and "%pip install -q -e '.[{extras}]'" in cell
+  namespace = {}
+  exec('\n'.join(line for line in cell.splitlines() if line[:1] not in '!%'), namespace)
+  assert namespace['extras'] == expected and "%pip install -q -e '.[{extras}]'" in cell
 
 
 HOSTILE = ['x\ny', 'x\n#SBATCH --uid=0', '$(id)', '`id`', 'a b', "a'b", 'a"b', '-x', '', 'x: y', 'x\u2028y', 'a' * 80]
@@ -147,8 +147,8 @@ HOSTILE = ['x\ny', 'x\n#SBATCH --uid=0', '$(id)', '`id`', 'a b', "a'b", 'a"b', '
 @pytest.mark.parametrize('text', [t for t in HOSTILE if t])
 @pytest.mark.parametrize('field', ['name', 'tpu', 'zone', 'topology', 'accelerator', 'image', 'volume'])
 @pytest.mark.parametrize('platform', render.PLATFORMS)
-def test_no_name_becomes_code(platform, field, text):
-  """Names stand in YAML, in #SBATCH lines and comments, where nothing can be quoted."""
+def test_names_with_special_characters_are_refused(platform, field, text):
+  """Names are written into YAML, #SBATCH lines and comments, where quoting is impossible."""
   if text == 'a' * 80 and field in ('accelerator', 'image'):
     return
   with pytest.raises(InputError, match=f'--{field}: .* is not of the form'):
@@ -156,23 +156,23 @@ def test_no_name_becomes_code(platform, field, text):
 
 
 @pytest.mark.parametrize('platform', render.PLATFORMS)
-def test_no_argument_has_two_lines(platform):
-  for over in ({'repo': 'https://x\ny'}, {'compile_cache': '/a\nb'}, {'words': [*WORDS, '--config.data.path=a\nb']}):
+def test_arguments_with_line_breaks_are_refused(platform):
+  for extra in ({'repo': 'https://x\ny'}, {'compile_cache': '/a\nb'}, {'words': [*WORDS, '--config.data.path=a\nb']}):
     with pytest.raises(InputError, match='has a line break'):
-      job(platform, **over)
+      job(platform, **extra)
 
 
 @pytest.mark.parametrize('platform', render.PLATFORMS)
-def test_what_is_hostile_in_an_argument_is_text(platform):
-  """It arrives as it was written, in Python's words, and nothing of it is run."""
+def test_hostile_arguments_are_passed_as_text(platform):
+  """The arguments arrive as they were written, and no shell or YAML parser interprets them."""
   hostile = ['$(touch /tmp/owned)', '`id`', "it's", 'a"b', '$HOME', 'a: b', '{{ 1 }}', '; exit 9']
   words = [*WORDS, *(f'--config.data.path={text}' for text in hostile)]
   text = job(platform, words=words)
   if platform == 'gke':
     spec = yaml.safe_load(text)['spec']['replicatedJobs'][0]['template']['spec']
-    found = spec['template']['spec']['containers'][0]['command'][-len(hostile) :]
-    assert [word.replace('$$(', '$(') for word in found] == words[-len(hostile) :]
-    assert not any(re.search(r'(?<!\$)\$\(', word) for word in found)
+    arguments = spec['template']['spec']['containers'][0]['command'][-len(hostile) :]
+    assert [word.replace('$$(', '$(') for word in arguments] == words[-len(hostile) :]
+    assert not any(re.search(r'(?<!\$)\$\(', word) for word in arguments)
   elif platform == 'skypilot':
     assert shlex.split(yaml.safe_load(text)['run'].splitlines()[-1])[-len(hostile) :] == words[-len(hostile) :]
   elif platform == 'slurm':
@@ -180,20 +180,20 @@ def test_what_is_hostile_in_an_argument_is_text(platform):
     assert shlex.split(line.partition(' || ')[0])[-len(hostile) :] == words[-len(hostile) :]
 
 
-def test_profile_and_cache():
+def test_profile_and_compile_cache_are_in_every_job():
   for platform in render.PLATFORMS:
     text = job(platform, profile=10, compile_cache='gs://bucket/xla', topology='2x2')
     assert '--config.log.profile_from=10' in text
     assert 'gs://bucket/xla' in text
 
 
-def test_a_cache_in_quotes_may_be_under_home(monkeypatch, tmp_path):
-  """As a script exports it, for a --workdir under ~."""
+def test_compile_cache_under_home_is_expanded(monkeypatch, tmp_path):
+  """A script exports it in quotes, so that the shell does not expand ~ for a --workdir under ~."""
   monkeypatch.setenv('HOME', str(tmp_path))
   monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', '~/runs/xla')
-  done = {}
-  monkeypatch.setattr(jax.config, 'update', done.__setitem__)
-  assert host.use_compile_cache() == done['jax_compilation_cache_dir'] == f'{tmp_path}/runs/xla'
+  updates = {}
+  monkeypatch.setattr(jax.config, 'update', updates.__setitem__)
+  assert host.use_compile_cache() == updates['jax_compilation_cache_dir'] == f'{tmp_path}/runs/xla'
 
 
 # ----------------------------------------------------------------- restarts
@@ -210,7 +210,7 @@ DOUBLES = {
   'sleep': '',
   'seq': 'exec /usr/bin/env -i /usr/bin/seq "$@"',
 }
-# Exits with the next of the codes in a file; pip does nothing.
+# Stands for python and pip: python exits with the next of the codes in a file, and pip does nothing.
 FAKE = """#!/bin/bash
 case "$0" in *pip) exit 0 ;; esac
 printf '%s\\n' "$@" > "$HOME/said"
@@ -233,7 +233,7 @@ exit "$code"
     ('slurm', [1, 42], 2, 42),
   ],
 )
-def test_it_begins_again(platform, codes, runs, code, tmp_path):
+def test_job_restarts_by_exit_code(platform, codes, runs, code, tmp_path):
   bin_ = tmp_path / 'bin'
   bin_.mkdir()
   for name, body in DOUBLES.items():
@@ -255,15 +255,15 @@ def test_it_begins_again(platform, codes, runs, code, tmp_path):
   )
   assert done.returncode == code, done.stdout + done.stderr
   assert done.stdout.count('ran, ') == runs
-  said = (tmp_path / 'said').read_text().splitlines()
-  assert said == ['-m', 'launch.train', '--distributed', *WORDS]
+  arguments = (tmp_path / 'said').read_text().splitlines()
+  assert arguments == ['-m', 'launch.train', '--distributed', *WORDS]
   assert ('scontrol requeue 7' in done.stdout) == (platform == 'slurm' and code == 42)
 
 
 # ------------------------------------------------------------------- command
 
 
-def test_dry_run_prints_and_runs_nothing():
+def test_dry_run_prints_the_job():
   done = submit('slurm', '--dry_run', '--nodes=3', '--', *WORDS)
   assert done.returncode == 0, done.stderr
   assert '#SBATCH --nodes=3' in done.stdout
@@ -292,8 +292,8 @@ def test_bad_input_is_one_line(arguments, words):
   assert 'Traceback' not in done.stderr
 
 
-def test_what_is_cloned_is_pinned(tmp_path):
-  """To the commit of this clone, unless another is named."""
+def test_cloned_revision_is_pinned(tmp_path):
+  """It is the commit of this clone, or that of --revision."""
   head = subprocess.run(['git', 'rev-parse', 'HEAD'], cwd=CLONE, text=True, capture_output=True).stdout.strip()
   for arguments, revision in (([], head), (['--revision=v1.0'], 'v1.0')):
     done = submit('colab', '--dry_run', '--repo=https://host/you.git', *arguments, '--', *WORDS)
@@ -305,11 +305,11 @@ def test_what_is_cloned_is_pinned(tmp_path):
     assert text.count('git clone') == text.count('git checkout')
 
 
-def test_what_is_missing_is_said():
+def test_missing_image_or_volume_is_refused():
   with pytest.raises(InputError, match='gke needs --image'):
     job('gke', image='')
-  for volume in '', 'runs:/other':  # no pod would find what another wrote
+  for volume in '', 'runs:/other':  # no pod would find files that another wrote
     with pytest.raises(InputError, match='gke: .* would be local to each pod'):
       job('gke', volume=volume)
-  found = yaml.safe_load(job('gke', volume='', words=[WORDS[0], '--workdir=gs://bucket/run']))
-  assert 'volumes' not in found['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']
+  jobset = yaml.safe_load(job('gke', volume='', words=[WORDS[0], '--workdir=gs://bucket/run']))
+  assert 'volumes' not in jobset['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']

@@ -1,4 +1,4 @@
-"""Chat templates that loop or grow are refused within seconds; those of models render as before."""
+"""Chat templates that loop or grow are refused within seconds; ordinary templates render as in Jinja."""
 
 import resource
 import time
@@ -9,10 +9,10 @@ from jaxpost.data import template_limits, tokenizer
 from jaxpost.errors import InputError
 
 CHAT = [{'role': 'user', 'content': 'hello\n' * 20}, {'role': 'assistant', 'content': 'x'}] * 3
-R = 'range(99999)'
-N = '{% for a in range(99) %}'
+LONG_RANGE = 'range(99999)'
+LOOP_99 = '{% for a in range(99) %}'
 HOSTILE = {
-  'nested loops': f'{{% for a in {R} %}}' * 3 + '{% endfor %}' * 3,
+  'nested loops': f'{{% for a in {LONG_RANGE} %}}' * 3 + '{% endfor %}' * 3,
   'power': '{{ 10 ** (10 ** 8) }}',
   'power of powers': '{% set x = 9 ** 9 %}{{ x ** x }}',
   'division by zero': '{{ 1 / 0 }}',
@@ -23,12 +23,12 @@ HOSTILE = {
   'text times number': "{{ 'a' * 99999999999 }}",
   'list times number': '{{ [1] * 99999999999 }}',
   'number by doubling': '{% set n = namespace(x=3) %}{% for a in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}',
-  'text by doubling': "{% set n = namespace(x='ab') %}" + N + '{% set n.x = n.x + n.x %}{% endfor %}',
+  'text by doubling': "{% set n = namespace(x='ab') %}" + LOOP_99 + '{% set n.x = n.x + n.x %}{% endfor %}',
   'text by joining': "{% set n = namespace(x='ab') %}{% for a in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-  'nested lists': '{% set n = namespace(x=[1, 2]) %}' + N + '{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}',
-  'nested dicts': '{% set n = namespace(x={}) %}' + N + "{% set n.x = {'a': n.x, 'b': n.x} %}{% endfor %}",
+  'nested lists': '{% set n = namespace(x=[1, 2]) %}' + LOOP_99 + '{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}',
+  'nested dicts': '{% set n = namespace(x={}) %}' + LOOP_99 + "{% set n.x = {'a': n.x, 'b': n.x} %}{% endfor %}",
   'nested tuples': '{% set n = namespace(x=(1,)) %}{% for a in range(99) %}{% set n.x = (n.x, n.x) %}{% endfor %}',
-  'nested by dict()': '{% set n = namespace(x=1) %}' + N + '{% set n.x = dict(a=n.x, b=n.x) %}{% endfor %}',
+  'nested by dict()': '{% set n = namespace(x=1) %}' + LOOP_99 + '{% set n.x = dict(a=n.x, b=n.x) %}{% endfor %}',
   'center': "{{ 'a' | center(9999999999) }}",
   'ljust': "{{ 'a'.ljust(9999999999) }}",
   'format': "{{ '{:>9999999999}'.format(1) }}",
@@ -52,15 +52,15 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize('case', HOSTILE)
-def test_hostile(case):
-  start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def test_hostile_template_is_refused_quickly_and_without_memory(case):
+  started, kib_before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   read = tokenizer.load('bytes', HOSTILE[case])
   with pytest.raises(InputError, match='the chat template of bytes refuses it: ') as error:
     read.render_chat(CHAT, where='rows.jsonl:3')
   assert str(error.value).startswith('rows.jsonl:3: ') and len(str(error.value)) < 1000
   assert '\n' not in str(error.value)
-  assert time.monotonic() - start < 30
-  assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2 << 20  # KiB
+  assert time.monotonic() - started < 30
+  assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - kib_before < 2 << 20  # KiB
 
 
 PLAIN = (
@@ -73,7 +73,7 @@ PLAIN = (
 )
 
 
-def test_what_is_plain_renders_as_in_jinja():
+def test_ordinary_template_renders_as_in_jinja():
   from transformers.utils import chat_template_utils
 
   read = tokenizer.load('bytes', PLAIN)
@@ -82,7 +82,7 @@ def test_what_is_plain_renders_as_in_jinja():
   assert text == expected and 'zq' not in text and '<q>' in text
 
 
-def test_the_steps_are_for_one_chat(monkeypatch):
+def test_step_limit_counts_each_chat_alone(monkeypatch):
   monkeypatch.setattr(template_limits, 'STEPS', 2000)
   read = tokenizer.load('bytes', '{% for m in messages %}{{ m.content }}{% endfor %}')
   for _ in range(5):
@@ -91,8 +91,8 @@ def test_the_steps_are_for_one_chat(monkeypatch):
     read.render_chat([{'role': 'user', 'content': 'a'}] * 4000)
 
 
-def test_another_transformers_is_named_in_a_warning(monkeypatch, caplog):
-  """The hook has no public name; where it is gone, templates are rendered, and a line says that nothing limits them."""
+def test_transformers_without_the_hook_gives_a_warning(monkeypatch, caplog):
+  """The hook replaces a private function of transformers. Without it, templates render, and a warning says so."""
   from transformers.utils import chat_template_utils
 
   monkeypatch.delattr(chat_template_utils, '_compile_jinja_template')

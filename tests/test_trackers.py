@@ -1,4 +1,4 @@
-"""Trackers get rows, samples and the report; one that fails is left out and the run goes on."""
+"""Trackers (`monitor.trackers`) get metrics, samples and the report; one that fails is left out and the run goes on."""
 
 import functools
 import importlib.util
@@ -20,13 +20,13 @@ QUIET = rich.console.Console(quiet=True)
 
 
 class Fake(types.ModuleType):
-  """A package whose functions note their calls; those in `fails` raise."""
+  """A package whose functions record their calls; those in `fails` raise."""
 
   def __init__(self, name, fails=()):
     super().__init__(name)
     self.calls, self.fails = [], fails
     self.info = types.SimpleNamespace(run_id='r1')
-    self.experiments = []  # of MLflow
+    self.experiments = []  # names of MLflow experiments
 
   def __getattr__(self, name):
     if name.startswith('__'):
@@ -47,18 +47,18 @@ class Fake(types.ModuleType):
 
 
 def run(tmp_path, monkeypatch, *fakes, **options):
-  """A run of two stages on these packages; returns the fakes."""
+  """Writes metrics and samples of two stages with these packages as trackers; returns the packages."""
   for fake in fakes:
     monkeypatch.setitem(sys.modules, fake.__name__, fake)
-  given = trackers.Options(names=tuple(fake.__name__ for fake in fakes), **options)
-  start = functools.partial(trackers.Trackers, given)
+  tracker_options = trackers.Options(names=tuple(fake.__name__ for fake in fakes), **options)
+  start = functools.partial(trackers.Trackers, tracker_options)
   with metrics.MetricsWriter(tmp_path / 'mine', tensorboard=False, trackers=start, console=QUIET) as writer:
     for stage in ('sft', 'grpo'):
       writer.start_stage(stage, 2)
       writer.write(1, 'train', {'loss': 1.0, 'kl': float('nan')})
       writer.write(2, 'eval', {'pass@1': 0.5})
       writer.samples(2, [{'split': 'train', 'prompt': 'p', 'completion': 'c', 'reward': 0.5}])
-  assert len(metrics.read_rows(tmp_path / 'mine/metrics.jsonl')) == 4  # whatever trackers do
+  assert len(metrics.read_rows(tmp_path / 'mine/metrics.jsonl')) == 4  # metrics are complete whatever trackers do
   return fakes
 
 
@@ -66,10 +66,10 @@ def names(calls):
   return [str(args[0]).rpartition('/')[2] for args, _ in calls]
 
 
-def test_wandb(tmp_path, monkeypatch):
+def test_wandb_gets_metrics_samples_and_report_and_resumes(tmp_path, monkeypatch):
   (fake,) = run(tmp_path, monkeypatch, Fake('wandb'), project='p', tags=('a',), offline=True)
-  ((_, given),) = fake.of('init')
-  assert given['project'] == 'p' and given['tags'] == ['a'] and given['mode'] == 'offline'
+  ((_, settings),) = fake.of('init')
+  assert settings['project'] == 'p' and settings['tags'] == ['a'] and settings['mode'] == 'offline'
   assert [args[0] for args, _ in fake.of('log')][:2] == [
     {'sft/train/loss': 1.0, 'sft/step': 1},
     {'sft/eval/pass@1': 0.5, 'sft/step': 2},
@@ -80,25 +80,25 @@ def test_wandb(tmp_path, monkeypatch):
   assert [args[0] for args, _ in fake.of('define_metric')] == ['sft/*', 'grpo/*']
   assert names(fake.of('save')) == ['2.jsonl', '2.jsonl', 'report.html']
   assert fake.calls[-1][0] == 'finish'
-  (again,) = run(tmp_path, monkeypatch, Fake('wandb'))  # the same folder, the same run
-  assert again.of('init')[0][1]['id'] == given['id'] and again.of('init')[0][1]['resume'] == 'allow'
+  (resumed,) = run(tmp_path, monkeypatch, Fake('wandb'))  # the same folder, the same run
+  assert resumed.of('init')[0][1]['id'] == settings['id'] and resumed.of('init')[0][1]['resume'] == 'allow'
   shutil.rmtree(tmp_path)
   tmp_path.mkdir()
-  (other,) = run(tmp_path, monkeypatch, Fake('wandb'))  # or a folder of that path on another machine
-  assert other.of('init')[0][1]['id'] != given['id']
+  (apart,) = run(tmp_path, monkeypatch, Fake('wandb'))  # a new folder at the same path, as on another machine
+  assert apart.of('init')[0][1]['id'] != settings['id']
 
 
-def test_trackio(tmp_path, monkeypatch):
+def test_trackio_gets_metrics_samples_and_report_and_resumes(tmp_path, monkeypatch):
   (fake,) = run(tmp_path, monkeypatch, Fake('trackio'), tags=('night', 'b'))
-  ((_, given),) = fake.of('init')
-  assert given == {'project': 'jaxpost', 'name': given['name'], 'group': 'night', 'resume': 'allow'}
-  assert re.fullmatch('mine-[0-9a-f]{8}', given['name'])  # trackio has no other mark of a run, and merges equal names
+  ((_, settings),) = fake.of('init')
+  assert settings == {'project': 'jaxpost', 'name': settings['name'], 'group': 'night', 'resume': 'allow'}
+  assert re.fullmatch('mine-[0-9a-f]{8}', settings['name'])  # trackio has no run id, and merges equal names
   assert fake.of('log')[0][0][0] == {'sft/train/loss': 1.0, 'sft/step': 1}
   assert names(fake.of('save'))[-1] == 'report.html' and fake.calls[-1][0] == 'finish'
-  (again,) = run(tmp_path, monkeypatch, Fake('trackio'))  # the same folder, the same run
-  assert again.of('init')[0][1]['name'] == given['name']
-  (other,) = run(tmp_path / 'other', monkeypatch, Fake('trackio'))  # a folder that is called `mine`, too
-  assert other.of('init')[0][1]['name'].startswith('mine-') and other.of('init')[0][1]['name'] != given['name']
+  (resumed,) = run(tmp_path, monkeypatch, Fake('trackio'))  # the same folder, the same run
+  assert resumed.of('init')[0][1]['name'] == settings['name']
+  (apart,) = run(tmp_path / 'other', monkeypatch, Fake('trackio'))  # another folder named `mine`
+  assert apart.of('init')[0][1]['name'].startswith('mine-') and apart.of('init')[0][1]['name'] != settings['name']
   (named,) = run(tmp_path / 'named', monkeypatch, Fake('trackio'), run_name='night 3')
   assert named.of('init')[0][1]['name'].startswith('night 3-')
   monkeypatch.setenv('TRACKIO_SPACE_ID', 'a/b')
@@ -106,7 +106,7 @@ def test_trackio(tmp_path, monkeypatch):
     run(tmp_path, monkeypatch, Fake('trackio'), offline=True)
 
 
-def test_mlflow(tmp_path, monkeypatch):
+def test_mlflow_gets_metrics_samples_and_report_and_resumes(tmp_path, monkeypatch):
   (fake,) = run(tmp_path, monkeypatch, Fake('mlflow'), offline=True, run_name='first')
   assert fake.of('set_tracking_uri')[0][0] == (f'sqlite:///{tmp_path}/mine/mlflow.db',)
   assert fake.of('start_run')[0][1] == {'run_id': None, 'run_name': 'first', 'tags': None}
@@ -116,13 +116,13 @@ def test_mlflow(tmp_path, monkeypatch):
   assert fake.of('create_experiment') == [(('jaxpost',), {'artifact_location': files})]
   run(tmp_path, monkeypatch, fake, offline=True)
   assert len(fake.of('create_experiment')) == 1  # MLflow refuses a name that exists
-  (again,) = run(tmp_path, monkeypatch, Fake('mlflow'))
-  assert again.of('start_run')[0][1]['run_id'] == 'r1'
-  assert not again.of('set_tracking_uri') and not again.of('create_experiment')  # the server chooses the place
+  (online,) = run(tmp_path, monkeypatch, Fake('mlflow'))
+  assert online.of('start_run')[0][1]['run_id'] == 'r1'
+  assert not online.of('set_tracking_uri') and not online.of('create_experiment')  # the server chooses the place
 
 
-def test_tensorboard_has_texts(tmp_path):
-  """The newest eight samples, whose line breaks are shown as such."""
+def test_tensorboard_has_the_newest_samples(tmp_path):
+  """It has the newest eight samples, in which line breaks of texts remain line breaks."""
   with metrics.MetricsWriter(tmp_path, console=QUIET) as writer:
     writer.start_stage('grpo', 1)
     old = {'split': 'train', 'prompt': 'old', 'completion': 'o', 'reward': 1.0}
@@ -152,16 +152,16 @@ def test_a_report_that_fails_does_not_leave_a_tracker_open(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize('name', trackers.TRACKERS)
-def test_a_package_that_is_missing_is_said_before_the_run(name, tmp_path, monkeypatch):
-  found = importlib.util.find_spec
-  monkeypatch.setattr(importlib.util, 'find_spec', lambda asked: None if asked == name else found(asked))
+def test_missing_tracker_package_is_refused_before_the_run(name, tmp_path, monkeypatch):
+  find_spec = importlib.util.find_spec
+  monkeypatch.setattr(importlib.util, 'find_spec', lambda package: None if package == name else find_spec(package))
   with pytest.raises(InputError, match=re.escape(f"pip install -e '.[{name}]'")):
     jaxpost.run(tiny.run_config('nowhere', log=dict(trackers=(name,))), tmp_path / 'run')
   assert not (tmp_path / 'run').exists()
 
 
-def test_the_config_chooses(tmp_path, monkeypatch):
-  """One field, of a list; other names are refused."""
+def test_config_selects_trackers(tmp_path, monkeypatch):
+  """`log.trackers` lists the packages; unknown names are refused."""
   from jaxpost.stage import config
 
   monkeypatch.setitem(sys.modules, 'mlflow', fake := Fake('mlflow'))
