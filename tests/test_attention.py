@@ -1041,7 +1041,7 @@ def test_plans_count_the_blocks_of_splash(monkeypatch, tokens, n, window):
 
 @needs('libtpu', 'jax[tpu]')
 @pytest.mark.long
-def test_train_step_with_splash_of_stripes_compiles():
+def test_train_step_with_splash_of_stripes_compiles_for_tpus():
   kernel, chunked = compiled_train_step('v5e:2x4', 'splash', 'data=2,context=2,tensor=2')
   assert len(kernel['calls']) == 4 and not chunked['calls']
   assert chunked['pairs'] and not kernel['pairs']
