@@ -449,10 +449,12 @@ def test_value_loss_compares_values_of_the_rollout_with_groups_of_one(model):
     run_config(model, rollout=dict(prompts=8, group_size=1), train=dict(steps=3))
   )
   credits = []
-  controller.algorithm = dataclasses.replace(
-    controller.algorithm,
-    credit=lambda experience, config: credits.append(ppo.credit(experience, config)) or credits[-1],
-  )
+
+  def recorded_credit(experience, config):
+    credits.append(ppo.credit(experience, config))
+    return credits[-1]
+
+  controller.algorithm = dataclasses.replace(controller.algorithm, credit=recorded_credit)
   try:
     for _ in range(3):
       item = next(controller)
