@@ -55,7 +55,7 @@ def test_leave_one_out_matches_verl():
   close(ours[0, 0], 1 - (0 + 0.5 + 0) / 3)
 
 
-def test_group_of_one_sample_keeps_its_reward_only_with_singleton_raw():
+def test_group_of_one_keeps_its_reward_only_with_singleton_raw():
   rewards = INPUTS['score2'].reshape(8, 1)
   valid = np.ones((8, 1), bool)
   close(advantages.group_relative(rewards, valid, singleton='raw').ravel(), CASES['verl/grpo_singleton_groups'])

@@ -30,9 +30,9 @@ CAUGHT_BY = {
   'a group is prefilled once for each sample': 'test_peer_defects.py:test_a_group_reads_its_prompt_once',
   'another temperature compiles again': 'test_peer_defects.py:test_sampling_parameters_compile_nothing',
   'the cache is replicated': 'test_peer_defects.py:test_the_cache_is_split_over_the_batch_axes',
-  'each process trains on all samples': 'test_processes.py:test_each_group_is_graded_once_by_one_of_two',
-  'PPO rounds rewards': 'test_ppo.py:test_rewards_are_not_rounded',
-  'PPO KL at a temperature': 'test_ppo.py:test_first_step_is_on_policy_at_any_temperature',
+  'each process trains on all samples': 'test_processes.py:test_each_group_is_graded_by_one_process_only',
+  'PPO rounds rewards': 'test_ppo.py:test_fractional_rewards_reach_the_returns_unrounded',
+  'PPO KL at a temperature': 'test_ppo.py:test_first_step_is_on_policy_at_a_temperature_below_1',
   'GRPO KL at a temperature': 'test_peer_defects.py:test_log_probs_share_one_temperature',
   'the same draws each step': 'test_sampler.py:test_another_step_draws_other_tokens',
   'stale stop ids': 'test_peer_defects.py:test_sampling_parameters_compile_nothing',
@@ -40,7 +40,7 @@ CAUGHT_BY = {
   'k1 KL in the loss by default': 'test_peer_defects.py:test_the_default_kl_has_a_gradient',
   'ratio silently 1': 'test_peer_defects.py:test_later_updates_are_off_policy',
   'overlong penalty in characters': 'test_peer_defects.py:test_overlong_counts_tokens',
-  'dynamic sampling ignored': 'test_grpo_family.py:test_dynamic_sampling_fills_the_batch',
+  'dynamic sampling ignored': 'test_grpo_family.py:test_dynamic_sampling_fills_the_batch_with_varied_groups',
   'the list of rewards is changed': 'test_peer_defects.py:test_the_config_is_not_changed',
   'resume replays the data': 'test_resume.py:test_killed_at_any_moment',
   'all logits at once': 'test_head.py:test_the_update_never_holds_all_logits',
@@ -49,8 +49,8 @@ CAUGHT_BY = {
   'rewards without a timeout': 'test_rewards_pool.py:test_a_hang_costs_the_others_nothing',
   'a failed reward is 0': 'test_rewards_pool.py:test_a_bad_reward_masks_its_group_only',
   'text is tokenised again for training': 'test_peer_defects.py:test_trained_tokens_are_those_that_were_sampled',
-  'loss depends on the accumulation': 'test_grpo_family.py:test_loss_does_not_depend_on_the_layout',
-  'NaN of a group of one': 'test_losses_advantages.py:test_singletons_both_ways',
+  'loss depends on the accumulation': 'test_grpo_family.py:test_loss_and_gradients_do_not_depend_on_the_layout_of_rows',
+  'NaN of a group of one': 'test_losses_advantages.py:test_group_of_one_keeps_its_reward_only_with_singleton_raw',
 }
 
 
