@@ -19,7 +19,7 @@ from jaxpost.formats.safetensors_file import SINGLE
 from jaxpost.models import model as model_lib
 
 FLOAT8 = ml_dtypes.float8_e4m3fn
-BLOCK = (12, 20)  # does not divide the rows, columns, heads and shards of the matrices below
+BLOCK = (12, 20)  # rows and columns of a block, whose borders cut through heads and shards of the matrices below
 
 
 def quantize_folder(folder, block):

@@ -359,7 +359,7 @@ def test_rejection_matches_hand_calculation():
 
 @pytest.mark.parametrize('name', importance.METHODS)
 def test_correction_weights_are_bounded_and_masked(name):
-  """They are for extreme ratios, and with NaN and infinity where the mask is 0."""
+  """The ratios are extreme, and NaN or infinite where the mask is 0."""
   log_ratio = np.array([[1e4, -1e4, np.nan], [np.nan] * 3, [0, 0, np.inf]])
   ours = importance.correction((name,), log_ratio, [[1, 1, 0], [0, 0, 0], [1, 1, 0]], importance.CorrectionOptions())
   assert np.isfinite(ours).all() and ours.max() <= 2

@@ -94,7 +94,7 @@ FIGURES = {
 }
 # Notebooks with a preview of training data, in which trained tokens are green
 GREEN = ('01_sft_then_grpo',)
-# Files that a run of the notebook must write below runs/NAME
+# Files that a run of the notebook must write, in a folder of runs/
 FILES_MADE = {
   '01_sft_then_grpo': (
     'sft/summary.json',

@@ -444,7 +444,7 @@ def test_first_step_check_waits_for_the_first_update_after_a_warm_up(model, tmp_
 
 
 def test_value_loss_compares_values_of_the_rollout_with_groups_of_one(model):
-  """Before its only update, the critic gives the values that it gave at the rollout: their error is the value loss."""
+  """A step has one update of the critic, so that its values are still those of the rollout: their error is the loss."""
   policy, controller = jaxpost.policy_and_stream(
     run_config(model, rollout=dict(prompts=8, group_size=1), train=dict(steps=3))
   )

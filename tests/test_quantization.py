@@ -99,7 +99,7 @@ def test_products_and_gradients_equal_those_of_the_dequantized_matrix(kind, dtyp
   ours, expected = (jax.jit(jax.value_and_grad(loss))(x, m) for m in (quantized, quantized.dense(dtype)))
   for a, b in zip(ours, expected):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3)
-  # The product has the dtype that is asked for, which a mesh then sends, also where an adapter is added.
+  # The product has the dtype that is asked for, in which a mesh sends it; an adapter is added to it in float32.
   pair = lora.Adapted(quantized, normal((64, 3)), normal((3, 2, 24)), None, 1.0, 0.0)
   for out in 'float32', 'bfloat16':
     assert einsum('btd,dnh->btnh', x, quantized, dtype, out).dtype == out

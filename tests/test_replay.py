@@ -111,7 +111,7 @@ def steps(folder):
 
 
 def test_wrong_groups_replay_the_last_right_sample_of_their_prompt(steps):
-  """Its tokens and log-probs are those of its step, at most two steps ago; groups with a right sample are unchanged."""
+  """The sample keeps its tokens and log-probs, and is at most two steps old. Groups with a right sample replay none."""
   stored, used = {}, 0
   for step, (_, item) in enumerate(steps):
     experience, rollout = item.experience, item.experience.rollout

@@ -292,7 +292,7 @@ print('ids', os.getuid(), os.getpid() < 10, sorted(os.environ))
 
 @namespaces
 def test_folders_that_the_sandbox_shows_are_read_only(tmp_path, monkeypatch):
-  """They are even where the mode of the folder would allow a program to write."""
+  """The mode of the folder would let a program write, but the sandbox does not."""
   shown = tmp_path / 'shown'
   shown.mkdir()
   tmp_path.chmod(0o755)
