@@ -578,8 +578,8 @@ def test_row_that_no_reward_can_grade_is_refused(row, model, cwd, monkeypatch):
   config['eval']['data']['path'] = ''
   line = early_input_error(config, cwd / 'run', monkeypatch)
   assert line == ('rows.jsonl:2: answer: is absent or null, and reward exact_match needs it; give it, or drop the row')
-  # Null is accepted where another reward grades the row, or a user's function may know what null means. A missing column
-  # is accepted only if no function names it: otherwise none can be called, and the completions would have no reward.
+  # Null is accepted where another reward grades the row, or a user's function may handle it. A missing column is
+  # accepted only if no function names it: otherwise none can be called, and the completions would have no reward.
   for reward in (('./rewards.py:fine',), ('./rewards.py:names_answer',), ('exact_match', 'length?max=8')):
     changed = tiny.merged(config, dict(reward=reward))
     if 'null' in row or 'fine' in reward[0]:
