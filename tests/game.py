@@ -1,4 +1,4 @@
-"""An environment of learning.py, in a file of its own: its workers import it."""
+"""The environment `Game` of learning.py, in a file of its own because environment workers import it by path."""
 
 import functools
 
@@ -6,13 +6,13 @@ from jaxpost.environments import examples
 
 
 class Game(examples.Treasure):
-  """The treasure of docs/environments.md, whose moves are rewarded: 0.5 for one in the right direction."""
+  """The treasure hunt of docs/environments.md, with a turn reward of 0.5 for each move toward the treasure."""
 
   turn_reward = 0.0
 
-  @functools.wraps(examples.Treasure.move)  # whose signature and docstring are the schema of the tool
+  @functools.wraps(examples.Treasure.move)  # keeps its signature and docstring, which are the schema of the tool
   def move(self, direction):
     distance = abs(self.treasure - self.room)
-    seen = super().move(direction)
+    observation = super().move(direction)
     self.turn_reward = 0.5 * (abs(self.treasure - self.room) < distance)
-    return seen
+    return observation

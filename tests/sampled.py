@@ -1,11 +1,12 @@
-"""A policy that is small enough to enumerate, sampled and trained by the real programs.
+"""Sampled gradients of a policy that is small enough to enumerate: it is sampled and trained by the real programs.
 
-A transformer with 4 symbols answers with up to 3 tokens, one symbol ends an answer: 40 answers to each
-of two prompts. `blocks` samples and grades with engine, workers and scoring programs, `gradients` makes
-credit, batches and updates of them. `groups` lists all pairs of answers with their probabilities, and
-`of_weights` turns derivatives of their log-probs into the gradient of the weights.
+The policy is a transformer over 4 symbols that answers with up to 3 tokens; one symbol ends an answer. That makes 40
+answers to each of two prompts. `blocks` samples and grades them with the engine, the reward workers and the scoring
+programs; `gradients` turns the samples into credit, batches and updates. For the exact gradient, `groups` lists all
+groups of answers with their probabilities, and `of_weights` turns derivatives with respect to their log-probs into the
+gradient of the weights.
 
-Legend: P prompts, Y answers to each, C tokens of an answer, D weights, N blocks.
+Legend: P prompts, Y answers to each prompt, C tokens of an answer, D weights, N blocks, K groups.
 """
 
 from __future__ import annotations
@@ -56,16 +57,16 @@ LENGTHS = np.array([len(a) for a in ANSWERS])
 MASK = (np.arange(C) < LENGTHS[:, None]).astype(np.float64)  # [Y, C]
 FINISHED = np.array([a[-1] == STOP for a in ANSWERS])
 PADDED = np.array([(*a, *(0,) * (C - len(a))) for a in ANSWERS], np.int32)
-# Two rewards of each answer, of which the sum is 'one' + 0.5 'two'. A third one says which answers are right.
+# Two rewards of each answer, 'one' and 'two'; the total is 'one' + 0.5 * 'two'. RIGHT is a third reward, of 0 or 1.
 REWARDS = np.random.RandomState(3).standard_normal((2, len(PROMPTS), len(ANSWERS)))
 WEIGHTS = (1.0, 0.5)
 RIGHT = (REWARDS[0] > 0.2).astype(np.float64)
-# Rewards of first turns, by their token; see `with_turns`.
+# Turn rewards of the first turn, by prompt and by the first token of the answer; see `with_turns`.
 FIRST = np.array([[0, 1, 2, 0.5], [1.5, 0, 0.3, 2]])[:, [a[0] for a in ANSWERS]]
 
-BLOCKS, SIZE = 48, 2  # of a group, unless a case has another
-GROUPS = {2: 64, 3: 42}  # of a step of the controller, by the size of a group
-SHAPE = RowShape(36, 20)  # rows of a batch; two micro-batches
+BLOCKS, SIZE = 48, 2  # controller steps; answers of a group, unless a case has another size
+GROUPS = {2: 64, 3: 42}  # groups of a controller step, by the size of a group
+SHAPE = RowShape(36, 20)  # rows of a batch, which are two micro-batches
 PAIRS = RowShape(48, 16)
 
 
@@ -74,7 +75,7 @@ PAIRS = RowShape(48, 16)
 
 @functools.lru_cache
 def model(head: str = ''):
-  """The policy; with head='critic' its critic, with 'value' a policy that has a scalar head, too."""
+  """Returns the policy; with head='critic' its critic, with 'value' a policy that also has a scalar head."""
   config = tiny.config(
     num_layers=1,
     vocab_size=SYMBOLS,
@@ -90,72 +91,75 @@ def model(head: str = ''):
 
 @functools.lru_cache
 def params(kind: str) -> dict:
-  """Weights of 'policy', and of others near it; of 'critic' and the critic 'before'; of the policy with their heads."""
+  """Returns weights: of the 'policy', of noisy copies of it ('behavior', 'reference', 'later'), of the 'critic', of a
+  noisy copy of that ('before'); 'value, critic' and 'value, before' are the policy with the head of that critic.
+  """
   if kind.startswith('value, '):
     return params('policy') | {'score': params(kind.removeprefix('value, '))['score']}
   base = tiny.params(model('critic' if kind in ('critic', 'before') else ''))
   if kind in ('policy', 'critic'):
     return base
-  seed, size = {'behavior': (1, 0.07), 'reference': (2, 0.1), 'later': (4, 0.06), 'before': (5, 0.2)}[kind]
+  seed, scale = {'behavior': (1, 0.07), 'reference': (2, 0.1), 'later': (4, 0.06), 'before': (5, 0.2)}[kind]
   random = np.random.RandomState(seed)
-  return jax.tree.map(lambda x: x + size * random.standard_normal(x.shape).astype(np.float32), base)
+  return jax.tree.map(lambda x: x + scale * random.standard_normal(x.shape).astype(np.float32), base)
 
 
 def _rows(fn: Callable[[np.ndarray], jax.Array]) -> jax.Array:
-  """fn(tokens [Y, T]) -> [Y, T, ...] at the positions that predict answers: [P, Y, C, ...]."""
-  found = []
+  """Applies fn(tokens [Y, T]) -> [Y, T, ...]; returns the positions that predict answers, [P, Y, C, ...]."""
+  outputs = []
   for prompt in PROMPTS:
     rows = np.concatenate([np.tile(prompt, (len(ANSWERS), 1)), PADDED], axis=1)
-    found.append(fn(rows)[:, len(prompt) - 1 : -1])
-  return jnp.stack(found)
+    outputs.append(fn(rows)[:, len(prompt) - 1 : -1])
+  return jnp.stack(outputs)
 
 
 def logits(weights: dict) -> jax.Array:
-  """[P, Y, C, SYMBOLS]."""
+  """Returns the logits of every token of every answer, [P, Y, C, SYMBOLS]."""
   head = model().head(weights)
 
-  def of(rows):
+  def logits_of_rows(rows):
     hidden = tiny.hidden(model(), weights, rows)
     return head_chunk.logits(hidden, head, model().config.logit_form, 'float32')[..., :SYMBOLS]
 
-  return _rows(of)
+  return _rows(logits_of_rows)
 
 
 def values(weights: dict) -> jax.Array:
-  """[P, Y, C], of the state before each token."""
+  """Returns the critic's values of the state before each token, [P, Y, C]."""
   return _rows(lambda rows: model('critic').values(weights, tiny.hidden(model('critic'), weights, rows)))
 
 
 @jax.jit
 def _outputs(weights: dict) -> tuple[jax.Array, jax.Array]:
   logp = jax.nn.log_softmax(logits(weights) / TEMPERATURE)
-  taken = jnp.take_along_axis(logp, jnp.asarray(PADDED)[None, ..., None], axis=-1)[..., 0]
-  return taken * MASK, -(jnp.exp(logp) * logp).sum(axis=-1) * MASK
+  logprobs_of_answers = jnp.take_along_axis(logp, jnp.asarray(PADDED)[None, ..., None], axis=-1)[..., 0]
+  return logprobs_of_answers * MASK, -(jnp.exp(logp) * logp).sum(axis=-1) * MASK
 
 
 def logprobs(kind: str) -> np.ndarray:
-  """[P, Y, C]."""
+  """Returns the log-probs of the tokens of all answers, [P, Y, C]."""
   return np.asarray(_outputs(params(kind))[0], np.float64)
 
 
 def entropies(kind: str) -> np.ndarray:
+  """Returns the entropies of the distributions from which the tokens were drawn, [P, Y, C]."""
   return np.asarray(_outputs(params(kind))[1], np.float64)
 
 
 def chance(kind: str, top_k: int = 0) -> np.ndarray:
-  """The probability of each answer to its prompt, [P, Y]; with `top_k`, where only so many tokens can be drawn."""
-  drawn = logprobs(kind)
+  """Returns the probability of each answer, [P, Y]; with `top_k`, only the `top_k` likeliest tokens can be drawn."""
+  answer_logp = logprobs(kind)
   if top_k:
     logp = np.asarray(jax.nn.log_softmax(logits(params(kind)) / TEMPERATURE), np.float64)
     bound = np.sort(logp)[..., -top_k, None]
     kept = np.where(logp >= bound, logp, -np.inf)
     mass = np.log(np.exp(kept).sum(axis=-1))
-    drawn = np.where(drawn >= bound[..., 0], drawn - mass, -np.inf) * np.where(MASK > 0, 1, np.nan)
-  return np.exp(np.nansum(drawn, axis=2))
+    answer_logp = np.where(answer_logp >= bound[..., 0], answer_logp - mass, -np.inf) * np.where(MASK > 0, 1, np.nan)
+  return np.exp(np.nansum(answer_logp, axis=2))
 
 
 def greedy(kind: str) -> np.ndarray:
-  """The index of the answer that has the most probable token everywhere, [P]."""
+  """Returns the index of the greedy answer, whose every token is the most probable one, [P]."""
   best = np.asarray(logits(params(kind))).argmax(axis=-1)
   return ((best == PADDED) | (MASK == 0)).all(axis=2).argmax(axis=1)
 
@@ -166,20 +170,20 @@ def _pull_back(weights, by_logprob, by_entropy):
 
 
 def of_weights(kind: str, by_logprob: np.ndarray, by_entropy: np.ndarray | None = None) -> np.ndarray:
-  """Derivatives by log-probs and entropies [P, Y, C] -> the gradient of the weights [D]."""
+  """Turns derivatives with respect to log-probs and entropies, [P, Y, C], into the gradient of the weights, [D]."""
   zeros = np.zeros(by_logprob.shape)
   arrays = (jnp.asarray(x, jnp.float32) for x in (by_logprob, zeros if by_entropy is None else by_entropy))
   return flat(_pull_back(params(kind), *arrays))
 
 
 def flat(tree: Any) -> np.ndarray:
-  """[D]."""
+  """Returns all leaves of a tree as one vector, [D]."""
   return np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
 
 
 @functools.lru_cache
 def start_of(kind: str) -> np.ndarray:
-  """[D], the weights before an update."""
+  """Returns the weights before an update as one vector, [D]."""
   return flat(params(kind))
 
 
@@ -187,44 +191,44 @@ def start_of(kind: str) -> np.ndarray:
 
 
 def rewards() -> np.ndarray:
-  """[P, Y]."""
+  """Returns the total reward of each answer, [P, Y]."""
   return np.tensordot(WEIGHTS, REWARDS, 1)
 
 
 @functools.lru_cache
 def members(size: int = SIZE) -> tuple[np.ndarray, np.ndarray]:
-  """The prompt [K] and the answers [K, size] of all groups."""
-  found = np.array(list(itertools.product(range(len(ANSWERS)), repeat=size)))
-  return np.repeat(np.arange(len(PROMPTS)), len(found)), np.tile(found, (len(PROMPTS), 1))
+  """Returns the index of the prompt, [K], and the indices of the answers, [K, size], of all groups."""
+  answers = np.array(list(itertools.product(range(len(ANSWERS)), repeat=size)))
+  return np.repeat(np.arange(len(PROMPTS)), len(answers)), np.tile(answers, (len(PROMPTS), 1))
 
 
 def groups(sampler: str, present: str, old: str, size: int = SIZE, top_k: int = 0, right: bool = False) -> Any:
-  """All groups that can be drawn, as `formulas.Groups`; the first arguments say which policy is which."""
+  """Returns all groups that can be drawn, as `formulas.Groups`; sampler, present and old are kinds of `params`."""
   prompt, answers = members(size)
   p = prompt[:, None]
   kinds = dict(present=present, old=old, sampler=sampler, reference='reference')
-  graded = RIGHT if right else rewards()
+  reward_of_answers = RIGHT if right else rewards()
   return formulas.Groups(
     chance=chance(sampler, top_k)[p, answers].prod(axis=1) / len(PROMPTS),
     mask=MASK[answers],
     finished=FINISHED[answers],
-    rewards=graded[p, answers],
+    rewards=reward_of_answers[p, answers],
     **{name: logprobs(kind)[p, answers] for name, kind in kinds.items()},
     entropy=entropies(old)[p, answers],
     components={name: (w, x[p, answers]) for name, w, x in zip(('one', 'two'), WEIGHTS, REWARDS)},
-    greedy=graded[prompt, greedy(sampler)[prompt]],
+    greedy=reward_of_answers[prompt, greedy(sampler)[prompt]],
   )
 
 
 def of_answers(x: np.ndarray) -> np.ndarray:
-  """Sums over groups: [K, SIZE, C] -> [P, Y, C]."""
+  """Sums what belongs to the same answer over all groups: [K, size, C] -> [P, Y, C]."""
   prompt, answers = members(x.shape[1])
   out = np.zeros((len(PROMPTS), len(ANSWERS), C))
   np.add.at(out, (prompt[:, None], answers), x)
   return out
 
 
-# ------------------------------------------------------------ the product
+# ------------------------------------------------------------ the real programs
 
 
 _TEXTS = [' '.join(map(str, tokens)) for tokens in PROMPTS]
@@ -236,22 +240,22 @@ def _graded(table, prompts, completion_ids):
 
 
 def one(prompts, completion_ids, **columns):
-  """A reward function in the form of TRL's."""
+  """Returns the first reward of each answer, by TRL's signature of a reward function."""
   return _graded(REWARDS[0], prompts, completion_ids)
 
 
 def two(prompts, completion_ids, **columns):
-  """Another one."""
+  """Returns the second reward of each answer."""
   return _graded(REWARDS[1], prompts, completion_ids)
 
 
 def right(prompts, completion_ids, **columns):
-  """1 or 0."""
+  """Returns 1 for right answers and 0 for wrong ones."""
   return _graded(RIGHT, prompts, completion_ids)
 
 
 class Prompts:
-  """Both prompts in turn, endlessly, like `PromptStream`."""
+  """An endless stream of both prompts in turn, with the interface of `PromptStream`."""
 
   def __init__(self, count: int):
     self.index, self.count = 0, count
@@ -261,22 +265,23 @@ class Prompts:
     return tuple(Prompt(i, PROMPTS[i % 2], _TEXTS[i % 2], {}) for i in range(start, self.index)), {}
 
 
-def config_of(algorithm: str, **over: Any) -> config_lib.Config:
+def config_of(algorithm: str, **fields: Any) -> config_lib.Config:
+  loaded = algorithms.load_algorithm(algorithm)
   base = dict(
     algorithm=algorithm,
-    reward='x' if algorithms.load_algorithm(algorithm).rewards else '',
+    reward='x' if loaded.rewards else '',
     rollout=dict(prompts=GROUPS[SIZE], group_size=SIZE, max_new_tokens=C, max_prompt_length=2, temperature=TEMPERATURE),
     model=dict(dtype='float32'),
   )
-  found = algorithms.load_algorithm(algorithm)
-  config = config_lib.resolve(next(iter(config_lib.parse(tiny.merged(base, over)).values())), found.defaults)
-  found.check(config)
+  stage = next(iter(config_lib.parse(tiny.merged(base, fields)).values()))
+  config = config_lib.resolve(stage, loaded.defaults)
+  loaded.check(config)
   return config
 
 
 @functools.lru_cache
 def shared() -> dict[str, Any]:
-  """Returns what all cases share: engine, grader, scoring programs, frozen roles."""
+  """Returns the objects that all cases share: engine, sampler, graders, scoring programs and frozen roles."""
   layout, ledger = tiny.one_device(), Ledger()
   settings = native.SamplerConfig(
     slots=GROUPS[SIZE] * SIZE, max_prompt=2, max_new_tokens=C, stop_ids=(STOP,), temperature=TEMPERATURE
@@ -298,7 +303,7 @@ def shared() -> dict[str, Any]:
 
 
 def trainable(objective: Objective, head: str = '') -> Trainable:
-  """A policy or a critic whose optimizer subtracts the gradient; `head` is that of `model`."""
+  """Returns a policy or a critic whose optimizer subtracts the gradient as it is; `head` is that of `model`."""
   common, part = shared(), model(head)
   layout, ledger = common['layout'], common['ledger']
   optimizer = optax.sgd(1.0)
@@ -308,7 +313,7 @@ def trainable(objective: Objective, head: str = '') -> Trainable:
   )
   start = {'': 'policy', 'critic': 'critic', 'value': 'value, critic'}[head]
   temperature = 1.0 if head == 'critic' else TEMPERATURE
-  made = dict(
+  fields = dict(
     model=part,
     state=programs.make_state(_copy(params(start)), optimizer, shardings, ledger),
     layout=layout,
@@ -320,9 +325,9 @@ def trainable(objective: Objective, head: str = '') -> Trainable:
     objective=objective,
   )
   if head == 'critic':
-    return Trainable(**made)
+    return Trainable(**fields)
   heads = tuple(frozen_roles.teacher_head(x, part.config) for x in common['teachers']) if objective.divergence else ()
-  return Policy(**made, frozen={'teacher_heads': heads})
+  return Policy(**fields, frozen={'teacher_heads': heads})
 
 
 def _copy(tree: Any) -> Any:
@@ -350,10 +355,10 @@ def make_controller(algorithm: Any, config: Any, roles: Roles) -> Controller:
 
 @functools.lru_cache
 def blocks(sampler: str, size: int = SIZE, top_k: int = 0, right: bool = False) -> list[tuple[GradedRollout, Scores]]:
-  """Returns what steps of the controller sampled from these weights, graded, and scored by policy and reference.
+  """Returns BLOCKS steps of the controller with samples of these weights, graded and scored by policy and reference.
 
   Args:
-    size, top_k, right: see `Case`. Answers that are right or wrong are graded beside a greedy one.
+    sampler, size, top_k, right: see `Case`. With `right`, each group also has a greedy baseline.
   """
   config = config_of('grpo', rollout=dict(prompts=GROUPS[size], group_size=size))
   algorithm = dataclasses.replace(
@@ -367,22 +372,24 @@ def blocks(sampler: str, size: int = SIZE, top_k: int = 0, right: bool = False) 
   if top_k:
     controller.sampler = functools.partial(controller.sampler, top_k=top_k)
   shared()['engine'].load(params(sampler), 0)
-  found = []
+  graded_and_scored = []
   for step in range(BLOCKS):
     pending = controller.sample(step)
     scores = controller.scorer.fetch(controller.scorer.start(pending.rollout))
-    found.append((controller.grade(pending, scores), scores))
-  return found
+    graded_and_scored.append((controller.grade(pending, scores), scores))
+  return graded_and_scored
 
 
 @dataclasses.dataclass
 class Case:
-  """A method, and which policy is which.
+  """A method whose sampled gradient is compared with the exact one.
 
   Attributes:
-    sampler, present: that samples, and from which the update starts.
+    sampler, present: kinds of `params`, of the policy that samples and of the one from which the update starts.
     role: 'policy' or 'critic', whose gradient is compared.
-    size: of groups; top_k: tokens that can be drawn, 0: all; right: rewards are 0 and 1.
+    size: answers of a group.
+    top_k: how many tokens can be drawn; 0: all.
+    right: rewards are those of RIGHT, 0 or 1.
     turns: the second token of an answer counts as one of an environment, see `with_turns`.
   """
 
@@ -398,72 +405,76 @@ class Case:
 
 
 def with_turns(graded: GradedRollout) -> GradedRollout:
-  """Makes turns of answers: the first token, what the environment says, and the third token.
+  """Makes answers of two turns: the first token, then the second as the environment's reply, then the third token.
 
-  The first turn has a reward of its own, and the outcome is that of the answer.
+  The first turn has a reward of its own; it is added to the reward of the whole answer.
   """
   rollout = graded.rollout
-  of_turns = np.zeros(rollout.completions.shape)
-  prompt = np.arange(len(of_turns)) // batching.group_size(rollout) % 2
-  of_turns[:, 0] = FIRST[prompt, [_PLACES[tuple(a[:n])] for a, n in zip(rollout.completions.tolist(), rollout.lengths)]]
-  sampled = np.tile(np.arange(C) != 1, (len(of_turns), 1))
-  rollout = rollout.replace(mask=sampled, turn_rewards=of_turns)
-  return dataclasses.replace(graded, rollout=rollout, rewards=graded.rewards + of_turns.sum(axis=1))
+  turn_rewards = np.zeros(rollout.completions.shape)
+  prompt = np.arange(len(turn_rewards)) // batching.group_size(rollout) % 2
+  answers = [_PLACES[tuple(a[:n])] for a, n in zip(rollout.completions.tolist(), rollout.lengths)]
+  turn_rewards[:, 0] = FIRST[prompt, answers]
+  sampled = np.tile(np.arange(C) != 1, (len(turn_rewards), 1))
+  rollout = rollout.replace(mask=sampled, turn_rewards=turn_rewards)
+  return dataclasses.replace(graded, rollout=rollout, rewards=graded.rewards + turn_rewards.sum(axis=1))
 
 
 def objective_of(cases: Sequence[Case]) -> Objective:
-  """One objective for all cases, which compiles once; `Batch.arrays['case']` holds the number of the one to compute."""
-  each = [case.algorithm.objective(case.config) for case in cases]
-  added = {name for x in each for name in x.arrays}  # by an algorithm; others belong to the data
+  """Returns one objective for all cases, which compiles once; `Batch.arrays['case']` holds the number of the case."""
+  objectives = [case.algorithm.objective(case.config) for case in cases]
+  added = {name for x in objectives for name in x.arrays}  # arrays that an algorithm adds; others belong to the data
 
-  def own(number, arrays):
-    return {name: x for name, x in arrays.items() if name not in added or name in each[number].arrays}
+  def arrays_of_case(number, arrays):
+    return {name: x for name, x in arrays.items() if name not in added or name in objectives[number].arrays}
 
   def with_arrays(number, fn, outputs, arrays):
-    return fn(outputs, own(number, arrays))[0]
+    return fn(outputs, arrays_of_case(number, arrays))[0]
 
   def tokens(outputs, arrays):
     number = jnp.max(arrays['case']).astype(jnp.int32)
-    branches = [functools.partial(with_arrays, i, x.fn) for i, x in enumerate(each)]
+    branches = [functools.partial(with_arrays, i, x.fn) for i, x in enumerate(objectives)]
     return jax.lax.switch(number, branches, outputs, arrays), {}
 
   def of_batch(number, fn, outputs, batch):
-    return fn(outputs, batch.replace(arrays=own(number, batch.arrays)))[0]
+    return fn(outputs, batch.replace(arrays=arrays_of_case(number, batch.arrays)))[0]
 
   def whole(outputs, batch):
     number = jnp.max(batch.arrays['case']).astype(jnp.int32)
-    branches = [functools.partial(of_batch, i, x.fn) for i, x in enumerate(each)]
+    branches = [functools.partial(of_batch, i, x.fn) for i, x in enumerate(objectives)]
     return jax.lax.switch(number, branches, outputs, batch), {}
 
   def divergence(logits, teachers, arrays):
     number = jnp.max(arrays['case']).astype(jnp.int32)
-    return jax.lax.switch(number, [lambda *args, d=x.divergence: d(*args) for x in each], logits, teachers, arrays)
+    branches = [lambda *args, d=x.divergence: d(*args) for x in objectives]
+    return jax.lax.switch(number, branches, logits, teachers, arrays)
 
   return dataclasses.replace(
-    each[0],
-    fn=whole if each[0].coupled else tokens,
-    reads=tuple({name for x in each for name in x.reads}),
-    learns=tuple({name for x in each for name in x.learns}),
+    objectives[0],
+    fn=whole if objectives[0].coupled else tokens,
+    reads=tuple({name for x in objectives for name in x.reads}),
+    learns=tuple({name for x in objectives for name in x.learns}),
     arrays=tuple(sorted(added)),
-    divergence=divergence if each[0].divergence else None,
+    divergence=divergence if objectives[0].divergence else None,
   )
 
 
 def gradients(cases: dict[str, Case], make: Callable | None = None) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-  """{name: (gradients [N, D], what each is normalized by [N])} of the updates of all blocks.
+  """Returns {name of a case: (gradients [N, D], their normalizers [N])} of one update for each block.
 
-  make: (roles, config, graded rollout) -> placed batch, for what is not trained on policy.
+  Args:
+    cases: methods that share one objective, by name.
+    make: (roles, config, graded rollout) -> placed batch, for methods that do not train on sampled rollouts.
   """
-  several = list(cases.values())
-  algorithm, config = several[0].algorithm, several[0].config
-  objective = objective_of(several)
+  case_list = list(cases.values())
+  algorithm, config = case_list[0].algorithm, case_list[0].config
+  objective = objective_of(case_list)
   has_values = algorithm.value_head(config)
   policy = trainable(objective, 'value' if has_values else '')
   critic = trainable(algorithm.critic(config), 'critic') if algorithm.critic(config) else None
-  # Distillation alone has teachers: log-probs of teachers, where there are any, take the place of the reference's.
+  # Only distillation gets teachers: the log-probs of teachers take the place of the reference's where there are any.
   teachers = shared()['teachers'] if objective.divergence else ()
   roles = Roles(policy, critic, shared()['reference'], None, teachers)
-  found = {}
+  gradients_of_cases = {}
   for number, (name, case) in enumerate(cases.items()):
     controller = make_controller(case.algorithm, case.config, roles)
     rows = []
@@ -471,7 +482,7 @@ def gradients(cases: dict[str, Case], make: Callable | None = None) -> dict[str,
       count = 1.0
       graded = with_turns(graded) if case.turns else graded
       if make or critic or has_values:
-        set_params(policy, 'value, before' if has_values else 'policy')  # which scores
+        set_params(policy, 'value, before' if has_values else 'policy')  # the weights that score
       if make:
         batch = make(roles, case.config, graded)
       else:
@@ -485,12 +496,12 @@ def gradients(cases: dict[str, Case], make: Callable | None = None) -> dict[str,
         batch = next(u.batch for u in controller.make_batches(experience, credit) if u.role == case.role)
         count = _normalizer(case, credit)
       rows.append((_step(roles, case, batch, number, objective), count))
-    found[name] = tuple(np.array(x) for x in zip(*rows))
-  return found
+    gradients_of_cases[name] = tuple(np.array(x) for x in zip(*rows))
+  return gradients_of_cases
 
 
 def _step(roles: Roles, case: Case, batch: Batch, number: int, objective: Objective) -> np.ndarray:
-  """Returns what an update subtracts from the weights, [D]."""
+  """Returns the gradient that an update subtracts from the weights, [D]."""
   role = roles.trainable[case.role]
   start = case.present if case.role == 'policy' else 'critic'
   set_params(role, start)
@@ -503,7 +514,7 @@ def _step(roles: Roles, case: Case, batch: Batch, number: int, objective: Object
 
 
 def _normalizer(case: Case, credit: Any) -> float:
-  """Tokens, sequences or pairs."""
+  """Returns the number of tokens, sequences or pairs over which the loss is a mean."""
   if case.algorithm.pack:
     return credit.metrics['pairs']
   per_token = case.config.rl.aggregate == 'token'
@@ -512,17 +523,17 @@ def _normalizer(case: Case, credit: Any) -> float:
 
 @functools.lru_cache
 def directions(size: int) -> np.ndarray:
-  """Unit vectors [n, D] along which gradients [D] are compared, besides the exact gradient."""
-  found = [*np.random.RandomState(9).standard_normal((3, size))]
+  """Returns unit vectors, [n, D], along which gradients of `size` weights are compared, besides the exact gradient."""
+  vectors = [*np.random.RandomState(9).standard_normal((3, size))]
   if size == len(start_of('policy')):
     probable = chance('policy')[..., None] * MASK
-    found.append(of_weights('policy', probable * rewards()[..., None]))
-    found.append(of_weights('policy', probable * (logprobs('policy') - logprobs('reference'))))
-  return np.array([x / np.linalg.norm(x) for x in found])
+    vectors.append(of_weights('policy', probable * rewards()[..., None]))
+    vectors.append(of_weights('policy', probable * (logprobs('policy') - logprobs('reference'))))
+  return np.array([x / np.linalg.norm(x) for x in vectors])
 
 
 def z_scores(measured: tuple[np.ndarray, np.ndarray], exact: np.ndarray) -> np.ndarray:
-  """How many standard errors the mean of sampled gradients [N, D] is from the exact one [D], by direction."""
+  """Returns by how many standard errors the mean of gradients [N, D] differs from the exact one [D], by direction."""
   gradient, count = measured
   along = np.vstack([exact / np.linalg.norm(exact), directions(len(exact))])
   sampled = gradient @ along.T

@@ -1,11 +1,11 @@
-"""The reliability scorecard: what was tried to break runs, and what broke.
+"""The reliability scorecard: runs the tests that try to break runs, and writes their results to docs/reliability.md.
 
     python -m tests.scorecard            # 6 minutes
     python -m tests.scorecard --size=hour
     python -m tests.scorecard --size=night
 
-runs the tests of each row, prints a table, and writes docs/reliability.md. The tests are those that CI runs; a larger
-size runs more of them, repeats those that draw at random, and soaks and loads for longer. A test counts as one case
+runs the tests of each row and prints a table, too. The smallest size runs tests that CI runs; a larger size runs
+more tests, repeats those that draw at random, and soaks and loads for longer. A test counts as one case
 unless it reports more with `record_property('cases', count)`. `--rows=R8,R13` runs only those rows and writes nothing.
 SIGTERM, SIGINT or SIGHUP ends it with all of its processes, and prints what was measured until then.
 """
@@ -26,10 +26,10 @@ import time
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 SIZES = ('ci', 'hour', 'night')
-RUNS = 'JAXPOST_SCORECARD' in os.environ  # this is a run of the scorecard, which makes more cases than the tests do
+RUNS = 'JAXPOST_SCORECARD' in os.environ  # whether the scorecard runs the tests, which then make more cases
 SIZE = SIZES.index(os.environ.get('JAXPOST_SCORECARD', 'ci'))
-ROUNDS = (1, 6, 30)[SIZE]  # of tests that draw at random
-REQUESTS = (3_000, 100_000, 100_000)[SIZE]  # to the server
+ROUNDS = (1, 6, 30)[SIZE]  # repetitions of tests that draw at random
+REQUESTS = (3_000, 100_000, 100_000)[SIZE]  # that the load test sends to the server
 SOAK_S = (40, 900, 6 * 3600)[SIZE]
 
 
@@ -37,8 +37,12 @@ SOAK_S = (40, 900, 6 * 3600)[SIZE]
 class Row:
   """A line of the table.
 
-  what: is tried; unit: what a case is. tests: node ids, or their beginnings, from the smallest size on.
-  more: tests from the size `hour` on. lacks: what no test covers yet.
+  Attributes:
+    what: the attempt to break a run.
+    unit: what a case is, in the plural.
+    tests: node ids, or their beginnings, that all sizes run.
+    more: those that the sizes `hour` and `night` run besides.
+    lacks: what no test covers yet.
   """
 
   number: str
@@ -57,8 +61,8 @@ ROWS = (
     'kills',
     (
       'test_kills.py',
-      'test_resume.py::test_run_killed_at_random_moments_resumes_bitwise',
-      'test_checkpoint.py::test_kill_9_during_write_keeps_previous_step',
+      'test_resume.py::test_killed_at_any_moment',
+      'test_checkpoint.py::test_kill_inside_a_write',
       'test_checkpoint.py::test_kill_between_commit_and_seal_and_inside_a_removal',
     ),
   ),
@@ -67,27 +71,21 @@ ROWS = (
     'SIGTERM, SIGINT and SIGHUP, once and again, in the start, steps, compilation and export: no step is lost',
     'tests',
     ('test_signals.py', 'test_resume.py::test_signal_in_the_last_step_is_not_lost'),
-    (
-      'test_resume.py::test_run_stopped_by_sigterm_saves_and_resumes_bitwise',
-      'test_processes.py::test_a_signal_to_one_process_stops_all_at_one_step',
-    ),
+    ('test_resume.py::test_told_to_stop', 'test_processes.py::test_signal_to_one_process_stops_all_at_one_step'),
   ),
   Row(
     'R3',
     'Resume on other meshes and numbers of processes: equal state, the same next batches',
     'tests',
     ('test_checkpoint.py::test_restores_on_other_meshes',),
-    ('test_elastic.py', 'test_processes.py::test_resumes_with_another_number_of_processes'),
+    ('test_elastic.py', 'test_processes.py::test_run_resumes_with_another_number_of_processes'),
   ),
   Row(
     'R4',
     'Faults of one process end all processes in time: killed, stopped, stuck, missing, slow, different,'
     ' with clocks an hour apart',
     'tests',
-    (
-      'test_faults.py::test_killed_process_is_named_and_ends_the_others_in_time[worker]',
-      'test_faults.py::test_missing_host_is_named_and_ends_the_others_in_time[1]',
-    ),
+    ('test_faults.py::test_a_killed_process[worker]', 'test_faults.py::test_a_missing_host[1]'),
     ('test_faults.py',),
   ),
   Row(
@@ -96,8 +94,8 @@ ROWS = (
     'flips and cuts',
     (
       'test_checkpoint.py::test_every_flipped_bit_is_noticed',
-      'test_checkpoint.py::test_truncated_or_missing_file_falls_back_to_previous_step',
-      'test_resume.py::test_damaged_checkpoint_falls_back_and_none_left_ends_with_code_3',
+      'test_checkpoint.py::test_truncated_and_missing_files',
+      'test_resume.py::test_damaged_checkpoints',
       'test_flips.py',
     ),
   ),
@@ -109,7 +107,7 @@ ROWS = (
       'test_bad_input.py',
       'test_row_properties.py::test_no_wrong_type_passes',
       'test_submit.py::test_bad_input_is_one_line',
-      'test_openai_server.py::test_invalid_request',
+      'test_openai_server.py::test_what_cannot_be',
     ),
     ('test_launch.py::test_export_refuses', 'test_launch.py::test_evaluate_refuses', 'test_row_properties.py'),
   ),
@@ -131,10 +129,10 @@ ROWS = (
     'Programs that break out of the sandbox, forge the verdict, or leave something behind',
     'programs',
     (
-      'test_rewards_forgeries.py::test_a_forgery_runs_and_scores_nothing',
+      'test_rewards_forgeries.py::test_forgery_runs_and_passes_no_test',
       'test_rewards_verdicts.py',
-      'test_rewards_code.py::test_cheats_pass_nothing',
-      'test_rewards_code.py::test_what_a_program_can_reach',
+      'test_rewards_code.py::test_cheating_programs_pass_no_test',
+      'test_rewards_code.py::test_program_reaches_only_its_own_folder',
       'test_seccomp.py::test_dangerous_calls_do_not_exist',
       'test_sandbox_limits.py',
     ),
@@ -147,7 +145,7 @@ ROWS = (
     (
       'test_data_tokenizer.py::test_code_in_a_folder_is_never_run',
       'test_layering.py::test_rule[no_pickle]',
-      'test_rewards_pool.py::test_secrets_in_environment_are_hidden_from_workers',
+      'test_rewards_pool.py::test_secrets_stay_here',
     ),
   ),
   Row(
@@ -161,7 +159,7 @@ ROWS = (
     'R11',
     'A disk that is full, over its quota, read-only or slow: one line at the next save, the same run afterwards',
     'tests',
-    ('test_checkpoint.py::test_disk_full', 'test_bad_input.py::test_a_disk_that_is_full', 'test_disks.py'),
+    ('test_checkpoint.py::test_disk_full', 'test_bad_input.py::test_full_disk', 'test_disks.py'),
   ),
   Row('R12', 'GRPO with an environment and evaluation: memory, open files and threads stay as they are', 'soak', ()),
   Row(
@@ -218,21 +216,21 @@ class Collector:
 
 
 def chosen(rows):
-  """{row number: beginnings of node ids} at this size, of tests that are there."""
+  """Returns {row number: beginnings of node ids} of the existing tests that this size runs."""
   return {row.number: tuple(x for x in (*row.tests, *(row.more if SIZE else ())) if is_there(x)) for row in rows}
 
 
 def is_there(test):
-  """Returns whether a file of this clone has such a test."""
+  """Returns whether this clone has a test with this node id, or one that begins with it."""
   file, _, name = test.partition('::')
   path = CLONE / 'tests' / file
   return path.exists() and f'def {name.partition("[")[0]}' in path.read_text('utf-8')
 
 
 def soak(folder, note):
-  """Measures each second what a run of GRPO with an environment and evaluation holds, once all programs are compiled.
+  """Samples, each second, the resources of a run of GRPO with an environment and evaluation.
 
-  note: gets what was measured until now, every ten seconds.
+  Sampling starts when all programs are compiled. `note` is called with the samples so far, every ten seconds.
   Returns [(seconds, MB, open files, threads, rows of metrics)].
   """
   sys.path.insert(0, str(CLONE / 'tests'))
@@ -271,7 +269,10 @@ def soak(folder, note):
 
 
 def grown(samples):
-  """Returns what grew from a third of a soak to its end: memory by more than 1 % (1 % an hour), open files, threads."""
+  """Returns a text for each resource that grew from a third of a soak to its end.
+
+  Memory may grow by 1 %, or by 1 % an hour in soaks of more than an hour; open files and threads may not grow.
+  """
   third, last = _ends(samples)
   hours = max(1.0, (last[0] - third[0]) / 3600)
   limits = {
@@ -280,12 +281,17 @@ def grown(samples):
     'threads': (third[3], last[3], third[3]),
   }
   return [
-    f'{what} grew from {before:.0f} to {after:.0f}' for what, (before, after, most) in limits.items() if after > most
+    f'{resource} grew from {before:.0f} to {after:.0f}'
+    for resource, (before, after, limit) in limits.items()
+    if after > limit
   ]
 
 
 def _ends(samples):
-  """The samples at a third and at the end, with the fewest files and threads of ten: a save has some for a while."""
+  """Returns the samples at a third and at the end of a soak.
+
+  Their open files and threads are the fewest of ten samples, because a save has some of its own for a while.
+  """
   third = len(samples) // 3
   return [
     (*middle[:2], *(min(sample[i] for sample in ten) for i in (2, 3)), middle[4])
@@ -306,13 +312,13 @@ def _soaked(samples):
 
 
 def _held(pid):
-  """(MB, open files, threads) of a process."""
+  """Returns (MB, open files, threads) of a process."""
   status = dict(x.split(':', 1) for x in pathlib.Path(f'/proc/{pid}/status').read_text().splitlines())
   return int(status['VmRSS'].split()[0]) / 1024, len(os.listdir(f'/proc/{pid}/fd')), int(status['Threads'])
 
 
 def line(row, count, soaked):
-  """The row as a line of Markdown."""
+  """Returns the row of the table as a line of Markdown; `soaked` is the result of row R12."""
   if row.number == 'R12':
     return f'| R12 | {row.what} | {soaked} | |'
   passed, failed, skipped, waiting = (count.get(name, 0) for name in ('passed', 'failed', 'skipped', 'waiting'))
@@ -323,8 +329,8 @@ def line(row, count, soaked):
 
 
 def page(lines, failed, seconds):
-  """The text of docs/reliability.md."""
-  found = '\n'.join(f'* `{name}` failed' for name in failed)
+  """Returns the text of docs/reliability.md."""
+  failures = '\n'.join(f'* `{name}` failed' for name in failed)
   cpu = next((x.split(':')[1].strip() for x in open('/proc/cpuinfo') if x.startswith('model name')), platform.machine())
   host = (
     f'Size `{SIZES[SIZE]}` in {seconds / 60:.0f} minutes, {datetime.date.today()}; {cpu}, {os.cpu_count()} cores, load'
@@ -343,12 +349,12 @@ The sandbox and the server are described in [Security](security.md), resuming in
 |---|---|---|---|
 {chr(10).join(lines)}
 
-{found or 'No test failed.'}
+{failures or 'No test failed.'}
 """
 
 
 def measure(rows, file):
-  """Runs the tests of these rows in this process, and keeps the file up to date."""
+  """Runs the tests of these rows in this process, and writes the results so far to the file."""
   import tempfile
 
   import pytest
@@ -365,28 +371,28 @@ def measure(rows, file):
 
 
 def watch(command, environment):
-  """Waits for a process, and ends all that is below this one when it has ended or this one gets a signal.
+  """Runs a command until it ends or this process gets a signal; then ends all descendants of this process.
 
-  Returns its exit code, or 128 and the number of the signal.
+  Returns the exit code of the command, or 128 plus the number of the signal.
   """
   from jaxpost.workers import namespaces, supervisor
 
-  came = []
+  signals = []
   for number in signal.SIGTERM, signal.SIGINT, signal.SIGHUP:
-    signal.signal(number, lambda number, frame: came.append(number))
+    signal.signal(number, lambda number, frame: signals.append(number))
   namespaces.become_subreaper()
   process = subprocess.Popen(command, cwd=CLONE, env=environment, start_new_session=True)
-  while process.poll() is None and not came:
+  while process.poll() is None and not signals:
     time.sleep(0.1)
   supervisor.end_all()
-  return 128 + came[0] if came else process.returncode
+  return 128 + signals[0] if signals else process.returncode
 
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--size', choices=SIZES, default='ci')
   parser.add_argument('--rows', default='', help='numbers, by commas; all if empty')
-  parser.add_argument('--file', help=argparse.SUPPRESS)  # of the counts: the process that runs the tests
+  parser.add_argument('--file', help=argparse.SUPPRESS)  # where the process that runs the tests writes the counts
   options = parser.parse_args()
   rows = [row for row in ROWS if not options.rows or row.number in options.rows.split(',')]
   if options.file:

@@ -1,4 +1,4 @@
-"""`launch.bench accelerator`: every row runs, and none takes the others with it."""
+"""`launch.bench accelerator`: every row runs, and a row that fails, hangs or crashes does not stop the others."""
 
 import json
 import os
@@ -17,7 +17,7 @@ def lines_of(path):
   return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_name_means_all_rows_below_it():
+def test_row_name_selects_all_rows_below_it():
   name = 'decode/qwen3_1_7b/32x512'
   assert list(rows.chosen(name)) == [name, name + '/top_p', name + '/block=8']
   assert list(rows.chosen('')) == list(rows.ROWS) and list(rows.chosen('rates,versions')) == ['versions', 'rates']
@@ -25,7 +25,7 @@ def test_a_name_means_all_rows_below_it():
     rows.chosen('decod')
 
 
-def test_an_exception_and_a_limit_of_time_are_errors_of_their_row(monkeypatch):
+def test_exception_or_timeout_is_an_error_of_its_row(monkeypatch):
   fake = type(sys)('jaxpost.tools.accelerator.fake')
   fake.raises = lambda: [][0]
   fake.hangs = lambda: time.sleep(30)
@@ -37,20 +37,21 @@ def test_an_exception_and_a_limit_of_time_are_errors_of_their_row(monkeypatch):
   assert time.monotonic() - start < 10
   hurried = worker.measure('b', Row('fake:hangs', 9), False, left=0.2)
   assert hurried['error'] == 'TimeoutError: gave no result in 0 s'
-  found = worker.measure('c', Row('fake:works', 9), False)
-  assert found.pop('seconds') >= 0 and found == dict(row='c', x=None)
+  line = worker.measure('c', Row('fake:works', 9), False)
+  assert line.pop('seconds') >= 0 and line == dict(row='c', x=None)
 
 
-# A worker that the supervisor starts with rows a, b and c; the body sends `begin` and the lines itself.
-DIES = 'send(dict(begin="a")); send(dict(row="a", x=1)); send(dict(begin="b")); os.abort()'
-HANGS = 'send(dict(begin="a")); send(dict(row="a", x=1)); send(dict(begin="b")); time.sleep(60)'
-NEVER = 'sys.exit(3)'
+# What a worker with the rows a, b and c executes first: it dies or hangs in row b, or ends before row a.
+DIES_IN_B = 'send(dict(begin="a")); send(dict(row="a", x=1)); send(dict(begin="b")); os.abort()'
+HANGS_IN_B = 'send(dict(begin="a")); send(dict(row="a", x=1)); send(dict(begin="b")); time.sleep(60)'
+ENDS_AT_ONCE = 'sys.exit(3)'
 
 
 @pytest.mark.parametrize(
-  'first, error', [(DIES, 'its process ended with code -6'), (HANGS, 'gave no result in 1 s'), (NEVER, None)]
+  'first, error',
+  [(DIES_IN_B, 'its process ended with code -6'), (HANGS_IN_B, 'gave no result in 1 s'), (ENDS_AT_ONCE, None)],
 )
-def test_a_worker_that_ends_takes_one_row_with_it(tmp_path, monkeypatch, first, error):
+def test_worker_that_dies_or_hangs_fails_only_its_current_row(tmp_path, monkeypatch, first, error):
   script = tmp_path / 'fake_worker.py'
   script.write_text(
     'import json, os, sys, time\n'
@@ -74,42 +75,42 @@ def test_a_worker_that_ends_takes_one_row_with_it(tmp_path, monkeypatch, first, 
   monkeypatch.setattr(supervisor, '_GRACE', 0.5)
   monkeypatch.setattr(rows, 'ROWS', {name: Row('none:none', 0.5) for name in 'abc'})
   failed = supervisor.run(str(tmp_path / 'out'), 100, say=lambda text: None)
-  found = {line['row']: line for line in lines_of(tmp_path / 'out')}
-  assert list(found) == ['a', 'b', 'c'] and failed == 1
+  lines = {line['row']: line for line in lines_of(tmp_path / 'out')}
+  assert list(lines) == ['a', 'b', 'c'] and failed == 1
   if error:
-    assert found['b']['error'] == error and found['a']['x'] == found['c']['x'] == 1
+    assert lines['b']['error'] == error and lines['a']['x'] == lines['c']['x'] == 1
     assert started == [['a', 'b', 'c'], ['c']]
   else:
-    assert found['a']['error'] == 'its process ended with code 3' and started == [['a', 'b', 'c'], ['b', 'c']]
+    assert lines['a']['error'] == 'its process ended with code 3' and started == [['a', 'b', 'c'], ['b', 'c']]
 
 
-def test_rows_beyond_the_budget_are_named(tmp_path):
+def test_rows_beyond_the_budget_are_reported_as_skipped(tmp_path):
   out = tmp_path / 'out.jsonl'
   assert supervisor.run(str(out), 0, 'versions,rates', say=lambda text: None) == 0
   assert [line['row'] for line in lines_of(out)] == ['versions', 'rates']
   assert all(line['skipped'] == 'the budget is used up' for line in lines_of(out))
 
 
-def test_the_command_ends_with_1_where_a_row_failed(tmp_path):
-  """And measures the rows after it."""
+def test_command_exits_with_1_if_a_row_failed(tmp_path):
+  """The rows after the failed one are measured, too."""
   out = tmp_path / 'out.jsonl'
   command = [sys.executable, '-m', 'launch.bench', 'accelerator', '--tiny', '--rows=versions,rates', f'--out={out}']
-  done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {'JAX_PLATFORMS': 'nowhere'})
-  assert done.returncode == 1, done.stderr[-3000:]
-  assert done.stderr.endswith(f'2 of 2 rows failed; {out} has the error of each\n')
+  process = subprocess.run(command, capture_output=True, text=True, env=os.environ | {'JAX_PLATFORMS': 'nowhere'})
+  assert process.returncode == 1, process.stderr[-3000:]
+  assert process.stderr.endswith(f'2 of 2 rows failed; {out} has the error of each\n')
   assert ['nowhere' in line['error'] for line in lines_of(out)] == [True, True]
 
 
 @pytest.mark.long
 def test_mfu_counts_the_context_of_packed_documents(tmp_path, monkeypatch):
-  """Documents of 64 in rows of 256 attend to 32 tokens on average; half a row would be 128."""
+  """Documents of 64 tokens attend to 32.5 tokens on average, although half of a row of 256 is 128."""
   monkeypatch.setattr(training.workload, 'lengths_of', lambda mean, longest: training.np.full(64, 64))
   monkeypatch.setattr(training.workload, 'profile', lambda work: {})
-  seen = []
-  monkeypatch.setattr(training, 'model_flops', lambda stage, rate, context: seen.append((stage, context)) or {})
-  found = training.sft('tiny', layers=1, rows=1, row_length=256, steps=1)
-  ((stage, context),) = seen
-  assert context == found['mean_context'] == 32.5
+  calls = []
+  monkeypatch.setattr(training, 'model_flops', lambda stage, rate, context: calls.append((stage, context)) or {})
+  row = training.sft('tiny', layers=1, rows=1, row_length=256, steps=1)
+  ((stage, context),) = calls
+  assert context == row['mean_context'] == 32.5
   model = stage.roles.policy.model
   attention = 4 * model.config.num_heads * model.config.head_dim
   assert model.flops_of_update(context) - model.flops_of_update(0) == pytest.approx(3 * 32.5 * attention)
@@ -117,28 +118,28 @@ def test_mfu_counts_the_context_of_packed_documents(tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_every_row_runs_at_tiny_shapes(tmp_path):
-  """The command that a user types, on the devices of this machine."""
+  """It is the command that a user runs, on the devices of this machine."""
   out = tmp_path / 'out.jsonl'
-  done = subprocess.run(
+  process = subprocess.run(
     [sys.executable, '-m', 'launch.bench', 'accelerator', '--tiny', '--budget=40m', f'--out={out}'],
     capture_output=True,
     text=True,
     env=os.environ | {'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'cache')},
   )
-  assert done.returncode == 0, done.stderr[-3000:]
-  found = {line['row']: line for line in lines_of(out)}
-  assert list(found) == list(rows.ROWS)
-  assert not {k: x['error'] for k, x in found.items() if 'error' in x}
-  assert found['versions']['packages']['jax'] == jax.__version__
-  assert found['bits']['bit_equal']
-  sft = found['sft/qwen3_1_7b']
+  assert process.returncode == 0, process.stderr[-3000:]
+  lines = {line['row']: line for line in lines_of(out)}
+  assert list(lines) == list(rows.ROWS)
+  assert not {k: x['error'] for k, x in lines.items() if 'error' in x}
+  assert lines['versions']['packages']['jax'] == jax.__version__
+  assert lines['bits']['bit_equal']
+  sft = lines['sft/qwen3_1_7b']
   assert sft['tokens_per_s'] > 0 and sft['profile']['largest'] and sft['predicted_bytes'] > 0
   assert {'update'} <= {p['program'] for p in sft['programs']}
-  decode = found['decode/qwen3_1_7b/32x512']
+  decode = lines['decode/qwen3_1_7b/32x512']
   assert decode['share_of_copy'] > 0 and decode['operations_per_token'] > 0
-  assert found['grpo/qwen3_1_7b']['time/sample'] > 0 and found['grpo/qwen3_1_7b']['compile_s'] > 0
-  assert {k: row['first_step_refused'] for k, row in found.items() if 'first_step_refused' in row} == {
-    k: '' for k in found if k.startswith(('grpo', 'ppo'))
+  assert lines['grpo/qwen3_1_7b']['time/sample'] > 0 and lines['grpo/qwen3_1_7b']['compile_s'] > 0
+  assert {k: row['first_step_refused'] for k, row in lines.items() if 'first_step_refused' in row} == {
+    k: '' for k in lines if k.startswith(('grpo', 'ppo'))
   }
-  for x in found['mismatch/qwen3_1_7b']['by_context'].values():
+  for x in lines['mismatch/qwen3_1_7b']['by_context'].values():
     assert x['max_difference'] < 1e-4 and 0 <= x['kl'] < 1e-8

@@ -1,8 +1,7 @@
-"""Bad input gives one line that names the field and says what to do.
+"""Bad configs, data, models, rewards and flags end a run with one line that names the field and says what to do.
 
-Most cases call what the launcher calls and look at the InputError; those in
-processes of their own look at exit code and stderr. There JAX has no platform,
-so that touching a device would end with a traceback.
+Most cases call `stages.run`, as the launcher does, and read the InputError. The cases of the launcher run it in a
+process and read its exit code and stderr; JAX has no platform there, so that touching a device ends with a traceback.
 """
 
 import errno
@@ -64,19 +63,19 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
-  """An empty folder to be in, with reward functions in rewards.py."""
-  folder = tmp_path / 'place'
-  folder.mkdir()
-  (folder / 'rewards.py').write_text(REWARDS)
-  (folder / 'breaks.py').write_text('raise OSError("no GPU here")\n')
-  (folder / 'train.jsonl').write_text(GOOD + '\n')
-  monkeypatch.chdir(folder)
-  return folder
+def cwd(tmp_path, monkeypatch):
+  """The current directory: a new folder with reward functions in rewards.py and one row of data in train.jsonl."""
+  path = tmp_path / 'place'
+  path.mkdir()
+  (path / 'rewards.py').write_text(REWARDS)
+  (path / 'breaks.py').write_text('raise OSError("no GPU here")\n')
+  (path / 'train.jsonl').write_text(GOOD + '\n')
+  monkeypatch.chdir(path)
+  return path
 
 
-def said(config, workdir) -> str:
-  """The line of the InputError that a run ends with."""
+def input_error(config, workdir) -> str:
+  """Runs a config; returns the message of the InputError with exit code 2 that it must raise, which is one line."""
   with pytest.raises(InputError) as caught:
     stages.run(config, workdir)
   line = str(caught.value)
@@ -85,21 +84,25 @@ def said(config, workdir) -> str:
   return line
 
 
-def refused(config, workdir, monkeypatch, devices=False) -> str:
-  """The same, before anything is compiled or written."""
+def early_input_error(config, workdir, monkeypatch, devices=False) -> str:
+  """Returns what `input_error` does, and asserts that nothing was compiled or written before it.
 
-  def compiled(*unused):
+  Args:
+    devices: whether the run may look at its devices before it fails.
+  """
+
+  def fail_on_compiling(*unused):
     raise AssertionError('got as far as compiling')
 
-  monkeypatch.setattr(assemble, 'assemble', compiled)
+  monkeypatch.setattr(assemble, 'assemble', fail_on_compiling)
   if not devices:
-    monkeypatch.setattr(place_lib, 'place_stage', compiled)
-  line = said(config, workdir)
+    monkeypatch.setattr(place_lib, 'place_stage', fail_on_compiling)
+  line = input_error(config, workdir)
   assert not workdir.exists()
   return line
 
 
-# name: (grpo or sft, what is changed, what the line must hold)
+# name of a case: ('grpo' or 'sft', fields that differ from a good config, pattern that the line must contain)
 FIELDS = {
   'unknown key': ('sft', dict(sede=1), 'config.sede: .*config.seed'),
   'unknown key in a block': ('sft', dict(train=dict(step=1)), 'config.train.step: .*train.steps'),
@@ -275,15 +278,17 @@ FIELDS = {
 
 
 @pytest.mark.parametrize('case', FIELDS)
-def test_field(case, model, place, monkeypatch):
-  kind, change, wanted = FIELDS[case]
-  base = (
-    tiny.run_config(model) if kind == 'sft' else tiny.grpo_config(model, reward='exact_match', rewards=dict(workers=1))
-  )
-  line = refused(tiny.merged(base, change), place / 'run', monkeypatch)
-  assert re.search(wanted, line), line
+def test_bad_field_is_refused_before_anything_is_compiled(case, model, cwd, monkeypatch):
+  algorithm, change, pattern = FIELDS[case]
+  if algorithm == 'sft':
+    good = tiny.run_config(model)
+  else:
+    good = tiny.grpo_config(model, reward='exact_match', rewards=dict(workers=1))
+  line = early_input_error(tiny.merged(good, change), cwd / 'run', monkeypatch)
+  assert re.search(pattern, line), line
 
 
+# name of a case: (fields, pattern that the line must contain); JAX has one device here
 DEVICES = {
   'mesh does not fit': (dict(mesh=dict(train='fsdp=3')), 'mesh.train: .fsdp=3. does not fit 1'),
   'nobody left to train': (
@@ -298,13 +303,13 @@ DEVICES = {
 
 
 @pytest.mark.parametrize('case', DEVICES)
-def test_field_that_depends_on_the_devices(case, model, place, monkeypatch):
-  change, wanted = DEVICES[case]
-  line = refused(tiny.run_config(model, **change), place / 'run', monkeypatch, devices=True)
-  assert re.search(wanted, line), line
+def test_mesh_that_does_not_fit_the_devices_is_refused(case, model, cwd, monkeypatch):
+  change, pattern = DEVICES[case]
+  line = early_input_error(tiny.run_config(model, **change), cwd / 'run', monkeypatch, devices=True)
+  assert re.search(pattern, line), line
 
 
-def test_rows_that_do_not_split():
+def test_micro_batch_that_does_not_split_over_the_devices_is_refused():
   from jaxpost.stage import batch_shape, config
 
   parsed = config.parse(dict(train=dict(batch_size=6)))['sft']
@@ -318,7 +323,7 @@ def lines(*text):
 
 USER = {'role': 'user', 'content': 'a'}
 GOOD_CHAT = json.dumps({'messages': [USER, {'role': 'assistant', 'content': 'b'}]})
-# name: (file, its bytes or None, config.data, what the line must hold)
+# name of a case: (file, its bytes, config.data, pattern that the line must contain)
 DATA = {
   'missing': (
     'train.jsonl',
@@ -416,51 +421,52 @@ DATA = {
 
 
 @pytest.mark.parametrize('case', DATA)
-def test_data(case, model, place, monkeypatch):
-  name, content, data, wanted = DATA[case]
-  (place / name).parent.mkdir(exist_ok=True)
-  (place / name).write_bytes(content)
-  line = refused(tiny.run_config(model, data=data), place / 'run', monkeypatch)
-  assert re.search(wanted, line), line
-  # Held-out data is looked at as early.
+def test_bad_data_is_refused_before_anything_is_compiled(case, model, cwd, monkeypatch):
+  name, content, data, pattern = DATA[case]
+  (cwd / name).parent.mkdir(exist_ok=True)
+  (cwd / name).write_bytes(content)
+  line = early_input_error(tiny.run_config(model, data=data), cwd / 'run', monkeypatch)
+  assert re.search(pattern, line), line
+  # Held-out data is checked as early as training data.
   if case in ('missing', 'bad line', 'null content'):
-    line = refused(tiny.run_config(model, eval=dict(data=dict(path=data['path']))), place / 'run', monkeypatch)
-    assert re.search(wanted, line), line
+    line = early_input_error(tiny.run_config(model, eval=dict(data=dict(path=data['path']))), cwd / 'run', monkeypatch)
+    assert re.search(pattern, line), line
 
 
-def tensors(folder, change):
-  """Rewrites the weights of a folder; `change` edits the dict."""
+def edit_tensors(folder, change):
+  """Rewrites the weights of a folder; `change` edits the dict of tensors in place."""
   path = folder / 'model.safetensors'
-  held = safetensors.numpy.load_file(path)
-  change(held)
-  safetensors.numpy.save_file(held, path)
+  weights = safetensors.numpy.load_file(path)
+  change(weights)
+  safetensors.numpy.save_file(weights, path)
 
 
-def edit(folder, **fields):
+def edit_config(folder, **fields):
   path = folder / 'config.json'
   path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
-def only_pickle(folder):
+def keep_only_pickle(folder):
   (folder / 'model.safetensors').rename(folder / 'pytorch_model.bin')
 
 
-def truncated(folder):
+def truncate(folder):
   path = folder / 'model.safetensors'
   path.write_bytes(path.read_bytes()[:-100])
 
 
-def edit_text(folder, more):
+def append_config_text(folder, text):
   file = folder / 'config.json'
-  file.write_text(file.read_text().rstrip().removesuffix('}') + more + '}')
+  file.write_text(file.read_text().rstrip().removesuffix('}') + text + '}')
 
 
-def index_to(folder, name):
+def write_index_to(folder, name):
   (folder / 'model.safetensors').unlink()
   (folder / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': {NORM: name}}))
 
 
-def index_outside(folder):
+def move_weights_out(folder):
+  """Moves the weights to the parent of the folder, and writes an index that refers to them there."""
   path = folder / 'model.safetensors'
   names = safetensors.numpy.load_file(path)
   path.rename(folder.parent / path.name)
@@ -469,70 +475,73 @@ def index_outside(folder):
   )
 
 
-def header(folder, change):
-  """Changes the header of the weights, as text."""
+def edit_header(folder, change):
+  """Replaces the bytes of the header of the weights by `change(bytes)`."""
   path = folder / 'model.safetensors'
   data = path.read_bytes()
   size = 8 + int.from_bytes(data[:8], 'little')
-  text = change(data[8:size])
-  path.write_bytes(len(text).to_bytes(8, 'little') + text + data[size:])
+  header = change(data[8:size])
+  path.write_bytes(len(header).to_bytes(8, 'little') + header + data[size:])
 
 
-def overlapping(text):
-  """The first of two tensors of the same size takes the bytes of the other."""
-  found = json.loads(text)
-  norms = [name for name in found if name.endswith('layernorm.weight')]
-  found[norms[0]]['data_offsets'] = found[norms[1]]['data_offsets']
-  return json.dumps(found).encode()
+def overlap_two_tensors(text):
+  """Returns the header with the byte range of one norm replaced by that of another norm, which has the same size."""
+  header = json.loads(text)
+  norms = [name for name in header if name.endswith('layernorm.weight')]
+  header[norms[0]]['data_offsets'] = header[norms[1]]['data_offsets']
+  return json.dumps(header).encode()
 
 
 NORM = 'model.layers.0.input_layernorm.weight'
-# name: (edit of the folder, what the line must hold)
+# name of a case: (edit of the model folder, pattern that the line must contain)
 MODELS = {
-  'missing tensor': (lambda f: tensors(f, lambda t: t.pop(NORM)), f'{NORM}'),
+  'missing tensor': (lambda f: edit_tensors(f, lambda t: t.pop(NORM)), f'{NORM}'),
   'extra tensor': (
-    lambda f: tensors(f, lambda t: t.update({'model.layers.0.lora.weight': t[NORM]})),
+    lambda f: edit_tensors(f, lambda t: t.update({'model.layers.0.lora.weight': t[NORM]})),
     'model.layers.0.lora.weight',
   ),
-  'tensor of another shape': (lambda f: tensors(f, lambda t: t.update({NORM: t[NORM][:-1].copy()})), rf'{NORM}.*15'),
+  'tensor of another shape': (
+    lambda f: edit_tensors(f, lambda t: t.update({NORM: t[NORM][:-1].copy()})),
+    rf'{NORM}.*15',
+  ),
   'tensor of another type': (
-    lambda f: tensors(f, lambda t: t.update({NORM: t[NORM].astype('int32')})),
+    lambda f: edit_tensors(f, lambda t: t.update({NORM: t[NORM].astype('int32')})),
     rf'{NORM} has type I32',
   ),
-  'index to elsewhere': (index_outside, r"'\.\./model.safetensors', which"),
-  'code of its own': (lambda f: edit(f, auto_map={'AutoModel': 'modeling.Mine'}), 'auto_map'),
-  'tensors that overlap': (lambda f: header(f, overlapping), 'model.safetensors: .*tensors overlap'),
-  'shape of floats': (lambda f: header(f, lambda t: t.replace(b'[16]', b'[16.0]')), 'header is damaged'),
-  'header of lists in lists': (lambda f: header(f, lambda t: b'[' * 5000), 'header is damaged'),
+  'index to elsewhere': (move_weights_out, r"'\.\./model.safetensors', which"),
+  'code of its own': (lambda f: edit_config(f, auto_map={'AutoModel': 'modeling.Mine'}), 'auto_map'),
+  'tensors that overlap': (lambda f: edit_header(f, overlap_two_tensors), 'model.safetensors: .*tensors overlap'),
+  'shape of floats': (lambda f: edit_header(f, lambda t: t.replace(b'[16]', b'[16.0]')), 'header is damaged'),
+  'header of lists in lists': (lambda f: edit_header(f, lambda t: b'[' * 5000), 'header is damaged'),
   'config of lists in lists': (lambda f: (f / 'config.json').write_text('[' * 5000), 'nested too deeply'),
-  'config with a huge integer': (lambda f: edit_text(f, ', "x": ' + '9' * 5000), 'config.json: unreadable'),
-  'index to a long name': (lambda f: index_to(f, 'a' * 5000), 'which is no file name'),
-  'truncated': (truncated, 'model.safetensors: '),
-  'pickle only': (only_pickle, 'pytorch_model.bin.*safetensors'),
+  'config with a huge integer': (lambda f: append_config_text(f, ', "x": ' + '9' * 5000), 'config.json: unreadable'),
+  'index to a long name': (lambda f: write_index_to(f, 'a' * 5000), 'which is no file name'),
+  'truncated': (truncate, 'model.safetensors: '),
+  'pickle only': (keep_only_pickle, 'pytorch_model.bin.*safetensors'),
   'no weights': (lambda f: (f / 'model.safetensors').unlink(), 'safetensors'),
-  'unknown model_type': (lambda f: edit(f, model_type='mamba'), "'mamba'.*llama, mistral"),
+  'unknown model_type': (lambda f: edit_config(f, model_type='mamba'), "'mamba'.*llama, mistral"),
   'no config': (lambda f: (f / 'config.json').unlink(), 'config.json'),
   'bad config': (lambda f: (f / 'config.json').write_text('{'), 'config.json'),
-  'size of text': (lambda f: edit(f, hidden_size='16'), "hidden_size='16'"),
+  'size of text': (lambda f: edit_config(f, hidden_size='16'), "hidden_size='16'"),
   'too few embeddings': (lambda f: None, '259 tokens are more than the 100'),
 }
 
 
 @pytest.mark.parametrize('case', MODELS)
-def test_model(case, model, place, monkeypatch):
-  change, wanted = MODELS[case]
+def test_damaged_model_folder_is_refused_before_anything_is_compiled(case, model, cwd, monkeypatch):
+  change, pattern = MODELS[case]
   if case == 'too few embeddings':
-    tiny.folder(place / 'model', vocab_size=100)
+    tiny.folder(cwd / 'model', vocab_size=100)
   else:
-    shutil.copytree(model, place / 'model')
-  change(place / 'model')
-  line = refused(tiny.run_config(str(place / 'model')), place / 'run', monkeypatch)
-  assert re.search(wanted, line), line
-  assert str(place / 'model') in line
+    shutil.copytree(model, cwd / 'model')
+  change(cwd / 'model')
+  line = early_input_error(tiny.run_config(str(cwd / 'model')), cwd / 'run', monkeypatch)
+  assert re.search(pattern, line), line
+  assert str(cwd / 'model') in line
 
 
 @pytest.mark.parametrize(
-  'change, wanted',
+  'change, pattern',
   [
     (dict(path='./no_such/model'), 'config.model.path: ./no_such/model does'),
     (dict(tokenizer=''), 'tokenizer'),
@@ -540,13 +549,13 @@ def test_model(case, model, place, monkeypatch):
   ],
   ids=['folder', 'no tokenizer in it', 'tokenizer'],
 )
-def test_model_section(change, wanted, model, place, monkeypatch):
-  line = refused(tiny.merged(tiny.run_config(model), dict(model=change)), place / 'run', monkeypatch)
-  assert re.search(wanted, line), line
+def test_model_section_that_names_no_model_or_tokenizer_is_refused(change, pattern, model, cwd, monkeypatch):
+  line = early_input_error(tiny.merged(tiny.run_config(model), dict(model=change)), cwd / 'run', monkeypatch)
+  assert re.search(pattern, line), line
 
 
 @pytest.mark.parametrize(
-  'over, wanted',
+  'change, pattern',
   [
     (dict(lora=dict(rank=2, targets='query')), "config.lora.targets: 'query' matches none of layers/q, "),
     (dict(lora=dict(rank=9)), 'config.lora.rank: 9 is larger than layers/'),
@@ -556,57 +565,58 @@ def test_model_section(change, wanted, model, place, monkeypatch):
   ],
   ids=['targets', 'rank', 'quantise', 'bits', 'store'],
 )
-def test_adapters_and_bases(over, wanted, model, place, monkeypatch):
+def test_bad_adapter_quantization_or_store_is_refused(change, pattern, model, cwd, monkeypatch):
   monkeypatch.setitem(sys.modules, 'gcsfs', None)
-  line = refused(tiny.merged(tiny.run_config(model), over), place / 'run', monkeypatch)
-  assert re.search(wanted, line), line
+  line = early_input_error(tiny.merged(tiny.run_config(model), change), cwd / 'run', monkeypatch)
+  assert re.search(pattern, line), line
 
 
 @pytest.mark.parametrize('row', ['{"prompt": "2+2=", "answer": null}', '{"prompt": "2+2="}'])
-def test_a_row_that_no_reward_can_grade(row, model, place, monkeypatch):
-  (place / 'rows.jsonl').write_bytes(lines('{"prompt": "1+1=", "answer": "2"}', row))
+def test_row_that_no_reward_can_grade_is_refused(row, model, cwd, monkeypatch):
+  (cwd / 'rows.jsonl').write_bytes(lines('{"prompt": "1+1=", "answer": "2"}', row))
   config = tiny.grpo_config(model, data=dict(path='rows.jsonl'), reward='exact_match', rewards=dict(workers=1))
   config['eval']['data']['path'] = ''
-  line = refused(config, place / 'run', monkeypatch)
+  line = early_input_error(config, cwd / 'run', monkeypatch)
   assert line == ('rows.jsonl:2: answer: is absent or null, and reward exact_match needs it; give it, or drop the row')
-  # A function of the user's may know what null means, and another may not need the column. Without a column that it
-  # names, none can be called, and the completions of its row would have no reward.
+  # Null is accepted where another reward grades the row, or a user's function may handle it. A missing column is
+  # accepted only if no function names it: otherwise none can be called, and the completions would have no reward.
   for reward in (('./rewards.py:fine',), ('./rewards.py:names_answer',), ('exact_match', 'length?max=8')):
-    over = tiny.merged(config, dict(reward=reward))
+    changed = tiny.merged(config, dict(reward=reward))
     if 'null' in row or 'fine' in reward[0]:
       with pytest.raises(AssertionError, match='as far as compiling'):
-        stages.run(over, place / 'run')
+        stages.run(changed, cwd / 'run')
     else:
       text = "needs the column 'answer', this row has: prompt; give it, null where there is none, or drop the row"
-      line = refused(over, place / 'refused', monkeypatch)
+      line = early_input_error(changed, cwd / 'refused', monkeypatch)
       assert re.fullmatch(rf'rows.jsonl:2: reward (exact_match|names_answer) \(.*\.py\): {text}', line), line
 
 
 @pytest.mark.parametrize('algorithm', ['sft', 'grpo'])
-def test_held_out_rows_are_checked_for_what_grades_them(algorithm, model, place, monkeypatch):
-  """Before a device is used; the rows of SFT, and those that are not evaluated, need no such column."""
-  whole, bare = '{"prompt": "1+1=", "completion": "2", "answer": "2"}', '{"prompt": "1+1=", "completion": "2"}'
-  for name, rows in ('train', [whole]), ('bare', [bare]), ('mixed', [whole, bare]):
-    (place / f'{name}.jsonl').write_bytes(lines(*rows))
+def test_held_out_rows_without_the_column_of_the_reward_are_refused(algorithm, model, cwd, monkeypatch):
+  """Training rows of SFT, and held-out rows beyond `eval.size`, do not need the column."""
+  graded_row = '{"prompt": "1+1=", "completion": "2", "answer": "2"}'
+  ungraded_row = '{"prompt": "1+1=", "completion": "2"}'
+  for name, rows in ('train', [graded_row]), ('bare', [ungraded_row]), ('mixed', [graded_row, ungraded_row]):
+    (cwd / f'{name}.jsonl').write_bytes(lines(*rows))
   reward = dict(reward='./rewards.py:names_answer', rewards=dict(workers=1))
 
   def config(data, held_out):
     base = tiny.grpo_config(model, **reward) if algorithm == 'grpo' else tiny.run_config(model, **reward)
     return tiny.merged(base, dict(data=dict(path=data), eval=dict(samples=1, size=1, data=dict(path=held_out))))
 
-  line = refused(config('train.jsonl', 'bare.jsonl'), place / 'run', monkeypatch)
+  line = early_input_error(config('train.jsonl', 'bare.jsonl'), cwd / 'run', monkeypatch)
   text = r"reward names_answer \(.*\.py\): needs the column 'answer', the data from bare.jsonl:1 on has: prompt, .*"
   assert re.fullmatch(text, line), line
   if algorithm == 'sft':
     with pytest.raises(AssertionError, match='as far as compiling'):
-      stages.run(config('bare.jsonl', 'mixed.jsonl'), place / 'run')
+      stages.run(config('bare.jsonl', 'mixed.jsonl'), cwd / 'run')
 
 
-# Rewards that fail for every group of the first batch.
+# Rewards that fail for every group of the first batch
 
 
 @pytest.mark.parametrize(
-  'name, wanted',
+  'name, pattern',
   [
     ('raises', "raised KeyError: 'gold' at .*rewards.py:8"),
     ('hangs', r'no answer in 0.5 s'),
@@ -614,25 +624,25 @@ def test_held_out_rows_are_checked_for_what_grades_them(algorithm, model, place,
     ('too_short', 'returned 1 rewards for 4 completions'),
   ],
 )
-def test_reward_that_never_works_stops_the_run(name, wanted, model, place):
+def test_reward_that_fails_for_every_group_stops_the_run(name, pattern, model, cwd):
   config = tiny.grpo_config(
     model,
     reward=f'./rewards.py:{name}',
     train=dict(steps=1),
     rewards=dict(workers=1, timeout_s=0.5 if name == 'hangs' else 60.0),
   )
-  line = said(config, place / 'run')
-  assert re.search(wanted, line), line
+  line = input_error(config, cwd / 'run')
+  assert re.search(pattern, line), line
   assert name in line and 'rewards.py' in line, line
   assert 'every group of the first batch failed' in line
-  assert (place / 'run' / 'metrics.jsonl').read_text() == ''
+  assert (cwd / 'run' / 'metrics.jsonl').read_text() == ''
 
 
-# A run that goes on with another config.
+# Runs that go on with another config or model
 
 
 @pytest.fixture(scope='module')
-def begun(model, tmp_path_factory):
+def finished_run(model, tmp_path_factory):
   """(config, folder) of a finished run of two steps."""
   config = tiny.run_config(model, train=dict(steps=2))
   workdir = tmp_path_factory.mktemp('begun') / 'run'
@@ -640,6 +650,7 @@ def begun(model, tmp_path_factory):
   return config, workdir
 
 
+# name of a case: (fields that change in a finished run, pattern that the line must contain)
 CHANGES = {
   'lr': (dict(optim=dict(lr=1e-4)), 'config.optim.lr of sft .*0.003, now'),
   'seed': (dict(seed=5), 'config.seed of sft .*0, now 5'),
@@ -652,37 +663,37 @@ CHANGES = {
 
 
 @pytest.mark.parametrize('case', CHANGES)
-def test_changed_config_that_would_corrupt(case, begun, capsys):
-  (config, workdir), (change, wanted) = begun, CHANGES[case]
+def test_resume_with_a_config_that_changes_the_training_is_refused(case, finished_run, capsys):
+  (config, workdir), (change, pattern) = finished_run, CHANGES[case]
   before = {p: p.read_bytes() for p in workdir.rglob('*') if p.is_file()}
-  line = said(tiny.merged(config, change), workdir)
-  assert re.search(wanted, line), line
+  line = input_error(tiny.merged(config, change), workdir)
+  assert re.search(pattern, line), line
   if case == 'lr':
-    shown = ''.join(capsys.readouterr().out.split())
-    assert f'config.optim.lrofsft:0.003in{workdir}/config.json,now' in shown
+    printed = ''.join(capsys.readouterr().out.split())
+    assert f'config.optim.lrofsft:0.003in{workdir}/config.json,now' in printed
   assert before == {p: p.read_bytes() for p in workdir.rglob('*') if p.is_file()}
 
 
-def test_a_checkpoint_of_another_model_of_the_same_shapes(model, place):
-  """The folder at config.model.path has other weights than when it began."""
-  shutil.copytree(model, place / 'model')
-  config = tiny.run_config(str(place / 'model'), train=dict(steps=1))
-  stages.run(config, place / 'run')
-  edit(place / 'model', rms_norm_eps=1e-3)
-  line = said(tiny.merged(config, dict(train=dict(steps=2))), place / 'run')
+def test_resume_with_another_model_of_the_same_shapes_is_refused(model, cwd):
+  """The config of the model at config.model.path has changed since the run began, which no shape shows."""
+  shutil.copytree(model, cwd / 'model')
+  config = tiny.run_config(str(cwd / 'model'), train=dict(steps=1))
+  stages.run(config, cwd / 'run')
+  edit_config(cwd / 'model', rms_norm_eps=1e-3)
+  line = input_error(tiny.merged(config, dict(train=dict(steps=2))), cwd / 'run')
   assert re.search('config.model.path of sft: has norm_eps 0.001, in the checkpoint 1e-06', line), line
 
 
-def test_a_model_that_has_changed_since_a_stage_ended(model, place):
-  """The next one would read its weights as those of another."""
-  shutil.copytree(model, place / 'model')
-  two = tiny.run_config(str(place / 'model'), train=dict(steps=1))
-  config = dict(two, stages=['first', 'second'], first={}, second={})
-  stages.run(config, place / 'run')
-  shutil.rmtree(place / 'run/checkpoints/second')
-  (place / 'run/summary.json').unlink()
-  edit(place / 'model', rms_norm_eps=1e-3)
-  assert 'config.model.path of first: has norm_eps 0.001' in said(config, place / 'run')
+def test_model_that_changed_since_a_stage_ended_is_refused(model, cwd):
+  """The next stage would read the weights of the ended stage as those of another model."""
+  shutil.copytree(model, cwd / 'model')
+  one_stage = tiny.run_config(str(cwd / 'model'), train=dict(steps=1))
+  config = dict(one_stage, stages=['first', 'second'], first={}, second={})
+  stages.run(config, cwd / 'run')
+  shutil.rmtree(cwd / 'run/checkpoints/second')
+  (cwd / 'run/summary.json').unlink()
+  edit_config(cwd / 'model', rms_norm_eps=1e-3)
+  assert 'config.model.path of first: has norm_eps 0.001' in input_error(config, cwd / 'run')
 
 
 @pytest.mark.parametrize(
@@ -696,25 +707,25 @@ def test_a_model_that_has_changed_since_a_stage_ended(model, place):
   ],
   ids=lambda change: '.'.join(change),
 )
-def test_changed_config_that_may(change, begun, tmp_path):
-  config, workdir = begun
+def test_resume_with_a_config_that_does_not_change_the_training_goes_on(change, finished_run, tmp_path):
+  config, workdir = finished_run
   shutil.copytree(workdir, tmp_path / 'run')
   changed = tiny.merged(tiny.merged(config, dict(train=dict(steps=3))), change)
   stages.run(changed, tmp_path / 'run')
   for section, values in change.items():
-    kept = json.loads((workdir / 'config.json').read_text())[section]
-    now = json.loads((tmp_path / 'run/config.json').read_text())[section]
-    assert now == kept | values
+    before = json.loads((workdir / 'config.json').read_text())[section]
+    after = json.loads((tmp_path / 'run/config.json').read_text())[section]
+    assert after == before | values
 
 
-def test_first_mistakes_can_be_corrected(model, place):
-  """Nothing was saved, so nothing holds the run to what was wrong."""
+def test_config_can_be_corrected_before_its_stage_saves(model, cwd):
+  """A stage that has saved nothing does not fix its config; a stage that has saved does."""
   config = tiny.run_config(model, train=dict(steps=1))
-  workdir = place / 'run'
-  said(tiny.merged(config, dict(data=dict(path='nothing.jsonl'))), workdir)
+  workdir = cwd / 'run'
+  input_error(tiny.merged(config, dict(data=dict(path='nothing.jsonl'))), workdir)
   workdir.mkdir(exist_ok=True)
   (workdir / 'metrics.jsonl').write_text('{"stage": "dpo", "split": "train", "step": 1, "loss": 9.0}\n')
-  assert 'loss/dpo' not in stages.run(config, workdir)  # of a method that was given up before it saved anything
+  assert 'loss/dpo' not in stages.run(config, workdir)  # the row is of a method that was given up before it saved
   # A second stage that failed may change; the first, which is saved, may not.
   rl = tiny.grpo_config(
     model,
@@ -725,32 +736,33 @@ def test_first_mistakes_can_be_corrected(model, place):
     online=dict(algorithm='grpo'),
     rewards=dict(workers=1),
   )
-  line = said(rl, workdir)
+  line = input_error(rl, workdir)
   assert 'raised KeyError' in line
   fixed = tiny.merged(rl, dict(reward='./rewards.py:fine'))
   assert stages.run(fixed, workdir)['steps/online'] == 1
-  line = said(tiny.merged(fixed, dict(sft=dict(seed=3))), workdir)
+  line = input_error(tiny.merged(fixed, dict(sft=dict(seed=3))), workdir)
   assert 'config.seed of sft' in line
 
 
-# The launcher, in processes of their own.
+# The launcher, in a process of its own
 
 
-def launch(place, *arguments):
-  """(exit code, stdout, stderr) of the launcher where JAX has no device."""
-  done = subprocess.run(
+def launch(cwd, *arguments):
+  """Runs the launcher where JAX has no device; returns its exit code, stdout and stderr."""
+  process = subprocess.run(
     [sys.executable, '-m', 'launch.train', *arguments],
-    cwd=place,
+    cwd=cwd,
     text=True,
     env={**os.environ, 'JAX_PLATFORMS': 'none_at_all', 'PYTHONPATH': str(ROOT)},
     capture_output=True,
     timeout=120,
   )
-  return done.returncode, done.stdout, done.stderr
+  return process.returncode, process.stdout, process.stderr
 
 
 CONFIG = '--config=config.py', '--workdir=run'
-AFTER_OPENING = ('data', 'model', 'algorithm', 'mesh')  # found wrong after the run has said its versions and folder
+AFTER_OPENING = ('data', 'model', 'algorithm', 'mesh')  # cases found wrong after the run has printed its first line
+# name of a case: (arguments, what stderr must contain)
 LAUNCHES = {
   'unknown key': ((*CONFIG, '--config.trian.steps=3'), 'trian'),
   'ill-typed': ((*CONFIG, '--config.train.steps=many'), 'many'),
@@ -776,27 +788,27 @@ LAUNCHES = {
 
 
 @pytest.mark.parametrize('case', LAUNCHES)
-def test_launcher(case, model, place):
-  tiny.config_file(place / 'config.py', tiny.run_config(model))
-  (place / 'syntax.py').write_text('def get_config(:\n  return {}\n')
-  (place / 'exits.py').write_text('def get_config():\n  raise SystemExit(0)\n')
-  (place / 'recurses.py').write_text('def get_config():\n  return get_config()\n')
-  (place / 'raises.py').write_text(
+def test_launcher_refuses_bad_flags_and_configs_with_exit_code_2(case, model, cwd):
+  tiny.config_file(cwd / 'config.py', tiny.run_config(model))
+  (cwd / 'syntax.py').write_text('def get_config(:\n  return {}\n')
+  (cwd / 'exits.py').write_text('def get_config():\n  raise SystemExit(0)\n')
+  (cwd / 'recurses.py').write_text('def get_config():\n  return get_config()\n')
+  (cwd / 'raises.py').write_text(
     'class Wrong(Exception):\n  "Of a config."\n\ndef get_config():\n  raise Wrong("no such split")\n'
   )
-  arguments, wanted = LAUNCHES[case]
-  code, out, err = launch(place, *arguments)
+  arguments, expected = LAUNCHES[case]
+  code, out, err = launch(cwd, *arguments)
   assert code == 2, err
   assert re.fullmatch(r'jaxpost \d.*, seed 0, workdir run\n' if case in AFTER_OPENING else '', out), out
   assert re.fullmatch('jaxpost: .*\n', err), err
-  assert wanted in err
-  assert not (place / 'run').exists()
+  assert expected in err
+  assert not (cwd / 'run').exists()
 
 
 @pytest.mark.parametrize(
   'link, target', [('checkpoints', 'checkpoints'), ('checkpoints/sft', 'sft'), ('checkpoints', 'none')]
 )
-def test_checkpoints_behind_a_link_to_nowhere(link, target, tmp_path):
+def test_checkpoints_behind_a_broken_link_are_refused(link, target, tmp_path):
   """Such a run used to train to its end, and then could save nothing."""
   path = tmp_path / link
   path.parent.mkdir(exist_ok=True)
@@ -805,14 +817,14 @@ def test_checkpoints_behind_a_link_to_nowhere(link, target, tmp_path):
     object_store.check_workdir(str(tmp_path))
 
 
-def test_a_folder_in_whose_place_something_is(tmp_path):
+def test_folder_whose_path_is_taken_is_one_line(tmp_path):
   (tmp_path / 'timeline').symlink_to('timeline')
   with pytest.raises(InputError, match='timeline: File exists; name another path'), object_store.explained():
     (tmp_path / 'timeline').mkdir(exist_ok=True)
 
 
-def test_a_folder_as_the_file_to_write(tmp_path):
-  """etils raises it without a number and a path."""
+def test_write_to_a_path_that_is_a_folder_is_one_line(tmp_path):
+  """etils raises this error without an errno and a path."""
   folder = tmp_path / 'folder'
   folder.mkdir()
   with pytest.raises(InputError, match=f'{folder} is a directory; name another path'), object_store.explained():
@@ -822,16 +834,16 @@ def test_a_folder_as_the_file_to_write(tmp_path):
 
 @pytest.mark.parametrize('name', ['config.json', 'summary.json', 'metrics.jsonl', 'plan.json'])
 @pytest.mark.parametrize('text', [b'', b'{', b'[1]', b'[' * 5000, b'\xff\xfe', b'{"stages": 3}\n{}\n', b'null'])
-def test_a_damaged_file_of_a_run(name, text, begun, tmp_path, caplog):
-  """Found in one line, or made anew where nothing depends on it."""
-  config, finished = begun
-  shutil.copytree(finished, tmp_path / 'run')
-  for seals in (True, False):
+def test_damaged_file_of_a_run_is_named_or_made_anew(name, text, finished_run, tmp_path, caplog):
+  """The error is one line that names the file; a file on which nothing depends is made anew."""
+  config, workdir = finished_run
+  shutil.copytree(workdir, tmp_path / 'run')
+  for has_checksums in (True, False):
     (tmp_path / 'run' / name).write_bytes(text)
-    if not seals:
-      (tmp_path / 'run/checksums.json').unlink()  # what an older run, or a person, has left
+    if not has_checksums:
+      (tmp_path / 'run/checksums.json').unlink()  # as in the folder of an older run
       if name in ('metrics.jsonl', 'plan.json') or name == 'summary.json' and text == b'{"stages": 3}\n{}\n':
-        continue  # without checksums what is there is believed, or not read by a run that was finished before
+        continue  # without checksums these files are believed, or a finished run does not read them
     try:
       stages.run(config, tmp_path / 'run')
     except InputError as error:
@@ -839,40 +851,40 @@ def test_a_damaged_file_of_a_run(name, text, begun, tmp_path, caplog):
 
 
 @pytest.mark.parametrize('error', [*errors.KNOWN, OSError], ids=lambda kind: kind.__name__)
-def test_exit_codes(error, capsys):
-  """Each is one line and its own code; a full disk is known by its errno, too."""
+def test_known_errors_are_one_line_with_their_exit_code(error, capsys):
+  """A full disk is recognized by the errno of an OSError, too."""
 
   def main(argv):
     raise error(errno.ENOSPC, 'No space left on device', 'x/y') if error is OSError else error('what, where')
 
-  with pytest.raises(SystemExit) as ended:
+  with pytest.raises(SystemExit) as exit_info:
     exits.run(main, ['train'])
-  assert ended.value.code == {OSError: 5}.get(error, error.exit_code if error is not OSError else 5)
+  assert exit_info.value.code == {OSError: 5}.get(error, error.exit_code if error is not OSError else 5)
   err = capsys.readouterr().err
   assert err.startswith('jaxpost: ') and err.count('\n') == 1
   assert {2, 3, 4, 5, 42, 1} == {kind.exit_code for kind in errors.KNOWN}
 
 
-def test_too_little_memory_is_one_line(capsys):
-  """XLA's error names neither a program nor a field."""
+def test_out_of_memory_error_of_xla_is_one_line_that_names_a_field(capsys):
+  """The error of XLA itself names neither a program nor a field."""
 
   def main(argv):
     jax.block_until_ready(jax.jit(lambda: jnp.ones((1 << 42,)) + argv.index('train') + 1)())
 
-  with pytest.raises(SystemExit) as ended:
+  with pytest.raises(SystemExit) as exit_info:
     exits.run(main, ['train'])
   err = capsys.readouterr().err
-  assert ended.value.code == 2 and err.count('\n') == 1
+  assert exit_info.value.code == 2 and err.count('\n') == 1
   assert re.match('jaxpost: RESOURCE_EXHAUSTED: .*config.train.micro_batch_size', err), err
 
 
 @pytest.mark.parametrize('codes, worst', [([0, 4], 4), ([5, 42], 5), ([2, 5], 2), ([0, 42], 42), ([42, 1], 1)])
-def test_the_worst_code(codes, worst):
+def test_worst_exit_code_of_processes(codes, worst):
   assert exits.worst(codes) == worst
 
 
-def test_closed_streams(tmp_path):
-  """Else a file of the run would get the number of stdout, and what is printed."""
+def test_run_with_closed_standard_streams_writes_no_output_into_its_files(tmp_path):
+  """Otherwise a file of the run would get the descriptor of stdout, and with it what is printed."""
   script = """
 import os, subprocess, sys
 from launch import exits
@@ -887,20 +899,20 @@ def main(argv):
 exits.run(main, ['x'])
 """
   command = [sys.executable, '-c', script, str(tmp_path / 'file')]
-  done = subprocess.run(['sh', '-c', 'exec "$0" "$@" <&- >&- 2>&-', *command], env=children.environment(), cwd=ROOT)
-  assert done.returncode == 0 and (tmp_path / 'file').read_text() == 'True False'
+  process = subprocess.run(['sh', '-c', 'exec "$0" "$@" <&- >&- 2>&-', *command], env=children.environment(), cwd=ROOT)
+  assert process.returncode == 0 and (tmp_path / 'file').read_text() == 'True False'
 
 
-def test_a_deleted_working_directory(tmp_path):
+def test_deleted_working_directory_is_one_line(tmp_path):
   script = (
     f'mkdir {tmp_path}/x; cd {tmp_path}/x; rmdir {tmp_path}/x; {sys.executable} -m launch.train --config=a --workdir=b'
   )
-  done = subprocess.run(script, shell=True, env=children.environment(), capture_output=True, text=True)
-  assert done.returncode == 2 and done.stderr.count('\n') == 1 and 'has been deleted' in done.stderr
+  process = subprocess.run(script, shell=True, env=children.environment(), capture_output=True, text=True)
+  assert process.returncode == 2 and process.stderr.count('\n') == 1 and 'has been deleted' in process.stderr
 
 
-def test_a_disk_that_is_full(model, tmp_path):
-  """Exit code 5 and one line; with room the same command goes on to the same weights."""
+def test_full_disk_is_exit_code_5_and_the_run_resumes_with_room(model, tmp_path):
+  """With room on the disk, the same command goes on to the last step."""
   config = tiny.run_config(model, train=dict(steps=40), save=dict(every=1, keep=30))
   file = tiny.config_file(tmp_path / 'config.py', config)
   (tmp_path / 'disk').mkdir()
@@ -913,15 +925,15 @@ mount -o remount,size=100m {tmp_path}/disk
 exit $code
 """
   try:
-    done = subprocess.run(
+    process = subprocess.run(
       ['unshare', '-rm', 'sh', '-c', script], cwd=ROOT, env=children.environment(), capture_output=True, text=True
     )
   except FileNotFoundError:
     pytest.skip('there is no unshare, which makes the small disk')
-  if done.returncode == 99 or 'unshare' in done.stderr:
+  if process.returncode == 99 or 'unshare' in process.stderr:
     pytest.skip('this machine lets nobody mount the small disk')
-  assert done.returncode == 5, (done.stdout, done.stderr)
-  assert 'Traceback' not in done.stderr
-  (line,) = [line for line in done.stderr.splitlines() if line.startswith('jaxpost: ')]
-  assert re.fullmatch('jaxpost: .*/run/.*: no room on the disk.*run the same command again', line), done.stderr
+  assert process.returncode == 5, (process.stdout, process.stderr)
+  assert 'Traceback' not in process.stderr
+  (line,) = [line for line in process.stderr.splitlines() if line.startswith('jaxpost: ')]
+  assert re.fullmatch('jaxpost: .*/run/.*: no room on the disk.*run the same command again', line), process.stderr
   assert json.loads((tmp_path / 'out').read_text().splitlines()[-1])['steps/sft'] == 40

@@ -1,4 +1,4 @@
-"""The library of chat templates: what is shown, what is trained, and where it stops."""
+"""Built-in chat templates: the text that they render, which spans of it are trained, and their stop tokens."""
 
 import pathlib
 
@@ -17,7 +17,7 @@ CHAT = [
   {'role': 'user', 'content': 'More'},
   {'role': 'assistant', 'content': 'No.'},
 ]
-# The stop token of each template, and what stands before the first trained span.
+# The stop token of each template, and the text right before a trained span.
 STOPS = {
   'chatml': ('<|im_end|>', '<|im_start|>assistant\n'),
   'llama3': ('<|eot_id|>', '<|start_header_id|>assistant<|end_header_id|>\n\n'),
@@ -29,25 +29,25 @@ STOPS = {
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
-  """A byte tokenizer with the special tokens of all templates and no template."""
-  words = tokenizers.Tokenizer(tokenizers.models.BPE())
-  words.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-  words.decoder = tokenizers.decoders.ByteLevel()
+  """The folder of a byte tokenizer with the special tokens of all templates and without a template."""
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tokenizer.decoder = tokenizers.decoders.ByteLevel()
   letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
   trainer = tokenizers.trainers.BpeTrainer(vocab_size=256, initial_alphabet=letters, show_progress=False)
-  words.train_from_iterator([], trainer)
+  tokenizer.train_from_iterator([], trainer)
   special = ['<s>', '</s>', '<|im_start|>', '<|im_end|>', '<|start_header_id|>', '<|end_header_id|>', '<|eot_id|>']
-  words.add_special_tokens([*special, '<start_of_turn>', '<end_of_turn>', '[INST]', '[/INST]'])
-  made = transformers.PreTrainedTokenizerFast(tokenizer_object=words, bos_token='<s>', eos_token='</s>')
+  tokenizer.add_special_tokens([*special, '<start_of_turn>', '<end_of_turn>', '[INST]', '[/INST]'])
+  fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token='<s>', eos_token='</s>')
   path = tmp_path_factory.mktemp('tokenizer')
-  made.save_pretrained(path)
+  fast.save_pretrained(path)
   return path
 
 
-def test_the_library_is_what_the_docs_name():
+def test_docs_list_all_templates():
   assert NAMES == sorted(STOPS)
-  page = (pathlib.Path(__file__).resolve().parents[1] / 'docs/chats.md').read_text('utf-8')
-  assert all(f'| `{name}` |' in page for name in NAMES)
+  docs = (pathlib.Path(__file__).resolve().parents[1] / 'docs/chats.md').read_text('utf-8')
+  assert all(f'| `{name}` |' in docs for name in NAMES)
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -62,7 +62,7 @@ def test_answers_and_their_stop_tokens_are_trained(name, folder):
 
 
 @pytest.mark.parametrize('name', NAMES)
-def test_sampling_starts_where_training_does(name, folder):
+def test_generation_prompt_ends_where_the_trained_span_starts(name, folder):
   tokenizer = tokenizer_lib.load(folder, name)
   prompt, _ = tokenizer.render_chat(CHAT[:2], generation_prompt=True)
   text, spans = tokenizer.render_chat(CHAT[:3])
@@ -70,26 +70,26 @@ def test_sampling_starts_where_training_does(name, folder):
 
 
 @pytest.mark.parametrize('name', NAMES)
-def test_tools_are_refused(name, folder):
+def test_rows_with_tools_are_refused(name, folder):
   tool = {'type': 'function', 'function': {'name': 'look', 'parameters': {}}}
   with pytest.raises(InputError, match='shows no tools'):
     tokenizer_lib.load(folder, name).render_chat(CHAT, row={'tools': [tool]})
 
 
 @pytest.mark.parametrize('name', NAMES)
-def test_calls_of_tools_are_refused(name, folder):
+def test_messages_with_tool_calls_are_refused(name, folder):
   tokenizer = tokenizer_lib.load(folder, name)
   call = {'role': 'assistant', 'content': '', 'tool_calls': [{'function': {'name': 'look', 'arguments': {}}}]}
   with pytest.raises(InputError, match=f'the template {name} shows no tools'):
     tokenizer.render_chat([*CHAT[:2], call])
   assert tokenizer.render_chat([*CHAT[:2], CHAT[2] | {'tool_calls': []}]) == tokenizer.render_chat(CHAT[:3])
-  if name == 'plain':  # the others have a turn for the answers of tools
+  if name == 'plain':  # the other templates render messages of the role tool
     with pytest.raises(InputError, match='the template plain shows no tools'):
       tokenizer.render_chat([*CHAT[:3], {'role': 'tool', 'content': 'R'}])
 
 
 @pytest.mark.parametrize('name', ['gemma', 'mistral'])
-def test_a_system_message_that_has_no_place_is_refused(name, folder):
+def test_system_message_that_is_not_before_the_first_question_is_refused(name, folder):
   tokenizer = tokenizer_lib.load(folder, name)
   system, user, answer = CHAT[:3]
   for chat in [system, answer], [user, answer, system, user], [system, system, user], [system]:
@@ -97,12 +97,12 @@ def test_a_system_message_that_has_no_place_is_refused(name, folder):
       tokenizer.render_chat(chat)
 
 
-def test_a_byte_order_mark_is_no_part_of_a_template(folder, tmp_path):
+def test_byte_order_mark_is_not_part_of_a_template(folder, tmp_path):
   text = (pathlib.Path(tokenizer_lib.__file__).parent / 'templates/chatml.jinja').read_text('utf-8')
   (tmp_path / 'bom.jinja').write_text(text, 'utf-8-sig')
   assert tokenizer_lib.load(folder, str(tmp_path / 'bom.jinja')).chat_template == text
 
 
-def test_an_unknown_name_is_one_line(folder):
+def test_unknown_template_is_refused_with_the_known_names(folder):
   with pytest.raises(InputError, match="did you mean 'llama3'.*known: chatml, gemma, llama3, mistral, plain"):
     tokenizer_lib.load(folder, 'lama3')

@@ -1,6 +1,6 @@
-"""One named reward decides what is correct: dynamic sampling, pass@k, rejection sampling.
+"""config.rl.correct_by names the reward that decides whether a sample is correct.
 
-Legend: P prompts, G samples a prompt.
+It selects the groups of dynamic sampling and the completions of rejection sampling, and defines pass@k and maj@k.
 """
 
 import json
@@ -27,7 +27,7 @@ from jaxpost.tools import score_dataset
 from jaxpost.types import Experience, Prompt, Rollout
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
-LENGTHS = [300, 380, 390, 400, 420, 300, 300, 310]  # the penalty of the recipe begins at 384 tokens
+LENGTHS = [300, 380, 390, 400, 420, 300, 300, 310]  # of a group, in tokens: the penalty of the recipe begins at 384
 TASK = 'generated:arithmetic:max=9,ops=+,split=train,correct=1'
 
 
@@ -36,8 +36,8 @@ def model(tmp_path_factory):
   return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
 
 
-def stage_config(**over):
-  (config,) = config_lib.parse(tiny.merged(dict(algorithm='grpo'), over)).values()
+def stage_config(**fields):
+  (config,) = config_lib.parse(tiny.merged(dict(algorithm='grpo'), fields)).values()
   return config
 
 
@@ -52,7 +52,7 @@ def always(completions, **columns):
 
 
 def by_place(completions, **columns):
-  """0, 1, 2, ...: differs in every group."""
+  """Returns 0, 1, 2, ..., so that the rewards of every group differ."""
   del columns
   return [float(i) for i in range(len(completions))]
 
@@ -65,13 +65,13 @@ def run(config, workdir):
 # ------------------------------------------------------------ dynamic sampling
 
 
-def test_lengths_do_not_make_an_all_wrong_group_varied():
-  """Groups of the shipped DAPO recipe: all wrong, one right, all right, of the same lengths."""
+def test_length_penalty_alone_does_not_select_an_all_wrong_group():
+  """Three groups of the shipped DAPO recipe, of the same lengths: all wrong, one right, all right."""
   recipe = runpy.run_path(CLONE / 'configs/grpo_gsm8k.py')['get_config']('method=dapo').to_dict()
   (config,) = config_lib.parse(recipe).values()
   size = len(LENGTHS)
-  right = [[], [2], range(size)]
-  texts = [['#### 4' if i in some else '#### 5' for i in range(size)] for some in right]
+  right_of_groups = [[], [2], range(size)]
+  texts = [['#### 4' if i in right else '#### 5' for i in range(size)] for right in right_of_groups]
   padded = [text.rjust(length, '.') for group in texts for text, length in zip(group, LENGTHS)]
   ids = np.zeros((3 * size, 512), np.int32)
   for row, text in zip(ids, padded):
@@ -93,8 +93,8 @@ def test_lengths_do_not_make_an_all_wrong_group_varied():
     assert grading.varied(pending.rounds[0].rewards).all()  # the penalty alone makes the sums of every group differ
 
 
-def test_a_sample_without_a_reward_is_no_verdict():
-  """The only right sample of a group is masked by another reward: what is left is all wrong."""
+def test_sample_without_a_reward_has_no_verdict():
+  """Another reward masks the only right sample of a group, so that all others are wrong."""
   right = dict(right=[1.0, 0.0, 0.0])
   graded = [Graded([None, 0.0, -0.5], right, None), Graded([1.0, 0.0, -0.5], right, None)]
   rewards = np.array([[np.nan, 0.0, -0.5], [1.0, 0.0, -0.5]])
@@ -103,8 +103,8 @@ def test_a_sample_without_a_reward_is_no_verdict():
 
 
 @pytest.mark.parametrize('decides, missing', [('', 4), ('by_place', 0)])
-def test_groups_are_kept_by_the_named_reward(model, decides, missing):
-  """All groups differ in the sum; with `never` as the one that decides none is trained on."""
+def test_dynamic_sampling_selects_groups_by_the_named_reward(model, decides, missing):
+  """The total rewards of all groups differ, but without a name `never` decides, and no group is trained on."""
   rl = dict(dynamic_sampling=2, correct_by=decides)
   _, stream = jaxpost.policy_and_stream(tiny.grpo_config(model, reward=(never, by_place), rl=rl))
   try:
@@ -116,14 +116,14 @@ def test_groups_are_kept_by_the_named_reward(model, decides, missing):
   assert trained.any() == (not missing)
 
 
-def test_figures_of_all_sampled_groups_are_kept(model, tmp_path):
-  """Round 1 has one varied group of four, round 2 four: the kept ones are a choice."""
-  seen = []
+def test_unfiltered_metrics_include_groups_that_dynamic_sampling_dropped(model, tmp_path):
+  """The first round has one varied group of four, the second has four: the step trains on four of the five."""
+  graded_sizes = []
 
   def right(completions, **columns):
     del columns
-    seen.append(len(completions))
-    return [float(i == 0 and len(seen) not in (2, 3, 4)) for i in range(len(completions))]
+    graded_sizes.append(len(completions))
+    return [float(i == 0 and len(graded_sizes) not in (2, 3, 4)) for i in range(len(completions))]
 
   (row,) = run(
     tiny.grpo_config(model, reward=(right, always), rl=dict(dynamic_sampling=3), train=dict(steps=1)), tmp_path
@@ -135,7 +135,7 @@ def test_figures_of_all_sampled_groups_are_kept(model, tmp_path):
   assert row['frac_reward_zero_std/unfiltered'] == 3 / 8
 
 
-def test_without_dynamic_sampling_nothing_is_unfiltered(model, tmp_path):
+def test_without_dynamic_sampling_there_are_no_unfiltered_metrics(model, tmp_path):
   (row,) = run(tiny.grpo_config(model, train=dict(steps=1)), tmp_path)
   assert not [name for name in row if 'unfiltered' in name]
 
@@ -143,8 +143,8 @@ def test_without_dynamic_sampling_nothing_is_unfiltered(model, tmp_path):
 # ---------------------------------------------------------------------- pass@k
 
 
-def test_passing_is_by_the_named_reward(model, tmp_path):
-  """Nothing is right, and a form that always holds passes nothing; each reward has its own pass@k."""
+def test_pass_at_k_of_evaluation_is_by_the_named_reward(model, tmp_path):
+  """`never` decides unless `correct_by` names `always`; each reward also has a pass@k of its own."""
   held_out = dict(samples=2, size=4, data=dict(path=TASK))
   base = tiny.grpo_config(model, reward=(never, always), eval=held_out, train=dict(steps=1))
   *_, last = run(base, tmp_path / 'first')
@@ -153,57 +153,58 @@ def test_passing_is_by_the_named_reward(model, tmp_path):
   named = tiny.merged(base, dict(rl=dict(correct_by='always'), reward_weights=(1.0, 0.01)))
   named['save'] = dict(named['save'], keep_best='pass@1/never')
   *_, last = run(named, tmp_path / 'named')
-  assert last['pass@1'] == 1 and last['pass@1/never'] == 0  # by its own value, whatever it weighs
+  assert last['pass@1'] == 1 and last['pass@1/never'] == 0  # by the reward itself, whatever its weight
 
 
-def test_passing_of_a_supervised_run(model, tmp_path):
+def test_sft_run_reports_pass_at_k_by_its_first_reward(model, tmp_path):
   held_out = dict(samples=2, size=4, data=dict(path=TASK))
   *_, last = run(tiny.run_config(model, reward=(always, never), eval=held_out, train=dict(steps=1)), tmp_path)
   assert last['pass@1'] == 1 and last['pass@1/never'] == 0 and 'loss' in last
 
 
-def test_prompts_without_a_verdict_are_left_out_and_counted():
+def test_pass_at_k_leaves_out_and_counts_prompts_without_a_verdict():
   graded = [Graded([1.0, 2.0], dict(right=[1.0, 1.0], form=[None, None]), None)]
   graded += [Graded([1.0, 0.0], dict(right=[1.0, 0.0], form=[0.0, 0.0]), None)]
   graded += [Graded([1.0, 1.0], dict(right=[None, None], form=[1.0, 1.0]), None)]
   graded += [Graded([None, None], dict(right=[1.0, 1.0], form=[None, None]), 'form: it raised')]
   table = verdicts(graded, np.array([[1.0, 2.0], [1.0, 0.0], [1.0, 1.0], [np.nan] * 2]), 'right')
-  found = pass_metrics(graded, table, 1.0)
-  assert found['ungraded_prompts'] == 2
-  assert (found['pass@1'], found['pass@2']) == (0.75, 1.0)
-  assert (found['pass@1/right'], found['pass@1/form']) == (0.75, 0.0)
+  measured = pass_metrics(graded, table, 1.0)
+  assert measured['ungraded_prompts'] == 2
+  assert (measured['pass@1'], measured['pass@2']) == (0.75, 1.0)
+  assert (measured['pass@1/right'], measured['pass@1/form']) == (0.75, 0.0)
 
 
-def test_a_score_of_a_data_set_is_by_the_named_reward():
-  """Four wrong answers in the right form: pass@k and maj@k are 0, and 1 by the form."""
+def test_scores_of_a_data_set_are_by_the_named_reward():
+  """Four wrong answers in the right format: pass@k and maj@k are 0 by the answer and 1 by the format."""
   rows = [dict(completions=['5'] * 4, completion_ids=[[5]] * 4)]
   graded = [Graded([1.0] * 4, dict(exact_match=[0.0] * 4, regex_match=[1.0] * 4), None)]
-  found = score_dataset.summary(rows, graded, (258,), correct_by='exact_match')
-  assert (found['pass@1'], found['pass@4'], found['maj@4']) == (0, 0, 0)
-  assert (found['pass@1/exact_match'], found['pass@1/regex_match']) == (0, 1)
-  found = score_dataset.summary(rows, graded, (258,), correct_by='regex_match')
-  assert (found['pass@1'], found['maj@4']) == (1, 1)
+  summary = score_dataset.summary(rows, graded, (258,), correct_by='exact_match')
+  assert (summary['pass@1'], summary['pass@4'], summary['maj@4']) == (0, 0, 0)
+  assert (summary['pass@1/exact_match'], summary['pass@1/regex_match']) == (0, 1)
+  summary = score_dataset.summary(rows, graded, (258,), correct_by='regex_match')
+  assert (summary['pass@1'], summary['maj@4']) == (1, 1)
 
 
 # ---------------------------------------------------------- rejection sampling
 
 
-def test_the_best_of_the_correct_ones_is_trained_on():
-  """A wrong answer with the highest sum is not; among the correct ones the sum decides."""
-  made = Rollout(
+def test_rft_trains_on_the_correct_sample_with_the_highest_reward():
+  """A wrong sample with a higher total reward is not trained on."""
+  rollout = Rollout(
     (Prompt(0, np.zeros(1, np.int32), '', {}), Prompt(1, np.zeros(1, np.int32), '', {})),
     *(np.zeros((6, 2), np.int32), np.full(6, 2), np.zeros((6, 2)), np.zeros((6, 2)), np.ones(6, bool)),
   )
-  sums = np.array([3.0, 0.5, 0.9, 2.0, 2.0, 2.0])  # a bonus of 3, penalties of 0.5 and 0.1; all wrong
+  # In the first group, the wrong sample has a bonus of 3 and the right ones have penalties of 0.5 and 0.1.
+  total_rewards = np.array([3.0, 0.5, 0.9, 2.0, 2.0, 2.0])
   right = np.array([0.0, 1.0, 1.0, 0.0, 0.0, 0.0])
-  experience = Experience(made, sums, batching.completion_mask(made), {}, verdicts=right)
+  experience = Experience(rollout, total_rewards, batching.completion_mask(rollout), {}, verdicts=right)
   config = config_lib.resolve(stage_config(algorithm='rft'), rft.RFT.defaults)
-  found = rft.credit(experience, config)
-  assert np.flatnonzero(found.mask.any(axis=1)).tolist() == [2]
-  assert found.metrics['rft/dropped'] == 1
+  credit = rft.credit(experience, config)
+  assert np.flatnonzero(credit.mask.any(axis=1)).tolist() == [2]
+  assert credit.metrics['rft/dropped'] == 1
 
 
-def test_recorded_rollouts_keep_their_verdicts(model, tmp_path):
+def test_replay_of_recorded_rollouts_keeps_their_verdicts(model, tmp_path):
   """A replay of an `rft` run with its recorded rewards keeps the same completions."""
   base = tiny.grpo_config(model, algorithm='rft', reward=(never, by_place), train=dict(steps=1))
   base['log'] = dict(base['log'], rollouts_every=1)
@@ -214,7 +215,7 @@ def test_recorded_rollouts_keep_their_verdicts(model, tmp_path):
   assert replayed['reward'] == row['reward'] == 1.5
 
 
-# ------------------------------------------------------------------- its name
+# ------------------------------------------------------- the name of the reward
 
 
 @pytest.mark.parametrize(
@@ -233,11 +234,11 @@ def test_recorded_rollouts_keep_their_verdicts(model, tmp_path):
     (dict(), False, ''),
   ],
 )
-def test_the_first_function_decides_unless_one_is_named(over, model_grades, expected):
+def test_first_reward_function_decides_unless_another_is_named(over, model_grades, expected):
   assert sampling_inputs.correct_by(stage_config(**over), model_grades) == expected
 
 
-def test_a_name_that_is_no_reward_is_refused(model):
+def test_correct_by_that_names_no_reward_is_refused(model):
   config = tiny.grpo_config(model, reward='gsm8k,overlong?max=9', rl=dict(correct_by='gsm'))
   with pytest.raises(InputError, match="config.rl.correct_by: 'gsm' is not among the rewards: gsm8k, overlong"):
     prepare.prepare_all(config)
@@ -245,7 +246,7 @@ def test_a_name_that_is_no_reward_is_refused(model):
     prepare.prepare_all(tiny.merged(config, dict(rl=dict(correct_by='reward_model'))))
 
 
-def test_recorded_rewards_do_not_grade_held_out_samples(model, tmp_path):
+def test_evaluation_of_a_replay_without_a_reward_is_refused(model, tmp_path):
   config = tiny.grpo_config(
     model, reward='', train_on_rollouts=str(tmp_path), eval=dict(samples=1, data=dict(path=TASK))
   )
@@ -253,7 +254,7 @@ def test_recorded_rewards_do_not_grade_held_out_samples(model, tmp_path):
     prepare.prepare_all(config)
 
 
-def test_a_command_refuses_the_name_before_it_samples(model, tmp_path):
+def test_score_dataset_refuses_an_unknown_correct_by_before_sampling(model, tmp_path):
   from jaxpost.tools import completions, inference
 
   data = tmp_path / 'data.jsonl'

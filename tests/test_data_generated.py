@@ -1,4 +1,4 @@
-"""Generated data: right, pure, with splits that share no problem."""
+"""Generated data (`generated:arithmetic...`) is correct and deterministic, and its splits share no problem."""
 
 import pytest
 
@@ -6,21 +6,22 @@ from jaxpost.data import generated, sources
 from jaxpost.errors import InputError
 
 
-def test_generated_arithmetic_is_right_and_pure():
+def test_generated_arithmetic_is_correct_and_deterministic():
   rows = sources.read('generated:arithmetic:max=20,ops=+-*,correct=1')
   assert len(rows) > 900 and rows.where(4).endswith('[4]')
   for row in rows:
-    asked = row['prompt'][0]['content']
-    assert eval(asked[:-1]) == int(row['answer'])
+    question = row['prompt'][0]['content']
+    assert eval(question[:-1]) == int(row['answer'])
     assert row['completion'][0]['content'] == row['answer']
   again = sources.read('generated:arithmetic:max=20,ops=+-*,correct=1')
   assert list(rows) == list(again)
 
 
 def problems(options):
-  found = [r['prompt'][0]['content'] for r in generated.rows('arithmetic', options)]
-  assert len(set(found)) == len(found)
-  return set(found)
+  """Returns the set of questions that these options generate, none of which may repeat."""
+  questions = [r['prompt'][0]['content'] for r in generated.rows('arithmetic', options)]
+  assert len(set(questions)) == len(questions)
+  return set(questions)
 
 
 def test_generated_splits_share_no_problem():
@@ -30,17 +31,17 @@ def test_generated_splits_share_no_problem():
     assert train and test
     mirrored = {f'{t[:-1].split("+")[1]}+{t.split("+")[0]}=' for t in test if '+' in t}
     assert not train & (test | mirrored)
-  # Other options do not move a problem into the other split.
+  # A problem is in the same split with other options.
   assert not problems('max=30,split=test') & problems('max=40,correct=1,size=9999')
 
 
-def test_generated_slips_are_wrong_and_as_frequent_as_asked():
+def test_generated_wrong_answers_are_as_frequent_as_the_option_says():
   rows = generated.rows('arithmetic', 'correct=0.3,ops=+-*,max=50')
   right = [r['completion'][0]['content'] == r['answer'] for r in rows]
   assert abs(sum(right) / len(right) - 0.3) < 0.03
   assert all(r['completion'][0]['content'].lstrip('-').isdigit() for r in rows)
-  none = generated.rows('arithmetic', 'correct=0,ops=+-*,max=50')
-  assert all(r['completion'][0]['content'] != r['answer'] for r in none)
+  all_wrong = generated.rows('arithmetic', 'correct=0,ops=+-*,max=50')
+  assert all(r['completion'][0]['content'] != r['answer'] for r in all_wrong)
 
 
 def content(messages):
@@ -51,7 +52,7 @@ def content(messages):
 NAMES = ('pairs', 'labels', 'scores', 'steps')
 
 
-def test_generated_judgements_share_the_problems():
+def test_generated_preference_data_has_the_problems_and_splits_of_arithmetic():
   for options in ('max=30', 'max=30,split=test', 'digits=3,size=500,ops=+-*'):
     plain = generated.rows('arithmetic', options)
     answers = {content(r['prompt']): r['answer'] for r in plain}
@@ -59,7 +60,7 @@ def test_generated_judgements_share_the_problems():
       rows = sources.read(f'generated:arithmetic_{name}:{options}')
       again = sources.read(f'generated:arithmetic_{name}:{options}')
       assert list(rows) == list(again)
-      if 'digits' not in options:  # too many to be the same 500
+      if 'digits' not in options:  # which has so many problems that each data set draws 500 others
         assert {content(r['prompt']): r['answer'] for r in rows} == answers
   for name in NAMES:
     train, test = (
@@ -69,7 +70,7 @@ def test_generated_judgements_share_the_problems():
     assert train and test and not train & test
 
 
-def test_generated_pairs_prefer_the_answer():
+def test_generated_pairs_prefer_the_right_answer_except_for_noise():
   for noise in (0, 0.25):
     rows = generated.rows('arithmetic_pairs', f'ops=+-*,max=50,noise={noise}')
     right = [content(r['chosen']) == r['answer'] for r in rows]
@@ -79,7 +80,7 @@ def test_generated_pairs_prefer_the_answer():
 
 
 @pytest.mark.parametrize('noise', [0, 0.2])
-def test_generated_labels_and_scores_judge(noise):
+def test_generated_labels_and_scores_match_correctness_except_for_noise(noise):
   options = f'ops=+-*,max=50,correct=0.4,noise={noise}'
   for name, column in (('labels', 'label'), ('scores', 'score')):
     rows = generated.rows(f'arithmetic_{name}', options)
@@ -92,28 +93,28 @@ def test_generated_labels_and_scores_judge(noise):
     assert all(type(r[column]) is kind for r in rows)
 
 
-def test_generated_steps_are_right_until_the_slip():
+def test_generated_steps_are_labeled_right_until_the_first_wrong_one():
   rows = generated.rows('arithmetic_steps', 'ops=+-*,max=199,correct=0.5')
-  whole = 0
+  all_right = 0
   for row in rows:
     steps, labels = row['completions'], row['labels']
     assert len(steps) == len(labels) >= 2
-    # True, True, ..., False, False: nothing after a slip is right.
+    # The labels are True, ..., True, False, ..., False: no step after the first wrong one is right.
     assert labels == sorted(labels, reverse=True)
-    whole += labels[-1]
+    all_right += labels[-1]
     assert (steps[-1] == row['answer']) == labels[-1]
     values = []
     for step, label in zip(steps[:-1], labels):
-      asked, told = step.rsplit('=', 1)
-      values.append(eval(asked) == int(told))
+      expression, result = step.rsplit('=', 1)
+      values.append(eval(expression) == int(result))
       assert values[-1] or not label
     if not labels[-1]:
       # The first false label is where the arithmetic goes wrong.
       assert values.index(False) == labels.index(False)
-  assert abs(whole / len(rows) - 0.5) < 0.03
+  assert abs(all_right / len(rows) - 0.5) < 0.03
 
 
-def test_generated_options_are_checked():
+def test_bad_options_of_generated_data_are_refused():
   for name, message in [
     ('nope', 'generated:nope: there is no such data; there is arithmetic'),
     ('arithmetic:maxx=3', "unknown option 'maxx'; there are split, max"),

@@ -1,4 +1,4 @@
-"""The hub, played by a local HTTP server: download, offline, refusals."""
+"""Data sets of the Hugging Face hub, played by a local HTTP server: download, offline cache and errors."""
 
 import hashlib
 import http.server
@@ -16,11 +16,11 @@ FILES = {
   'data/train-0.jsonl': b'{"text": "one"}\n{"text": "two"}\n',
   'data/test-0.jsonl': b'{"text": "three"}\n',
 }
-BUSY = ['data/test-0.jsonl', 'GET']  # answers 429 to the next such request
+BUSY = ['data/test-0.jsonl', 'GET']  # the path and method of the request that gets the status 429, once
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-  """The routes that huggingface_hub asks for."""
+  """Answers the requests of huggingface_hub for the data set org/name, which holds FILES."""
 
   protocol_version = 'HTTP/1.1'
 
@@ -35,8 +35,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
     elif path.startswith('/api/datasets/org/name/revision/'):
       revision = path.rsplit('/', 1)[1]
       if revision in ('main', SHA, 'v1'):
-        listed = [{'rfilename': f} for f in FILES]
-        self._json({'id': 'org/name', 'sha': SHA, 'siblings': listed})
+        siblings = [{'rfilename': f} for f in FILES]
+        self._json({'id': 'org/name', 'sha': SHA, 'siblings': siblings})
       else:
         self._error('RevisionNotFound')
     elif path.startswith('/api/datasets/org/name/tree/'):
@@ -50,8 +50,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
   do_HEAD = do_GET
 
-  def _json(self, found):
-    self._send(200, json.dumps(found).encode(), 'application/json')
+  def _json(self, value):
+    self._send(200, json.dumps(value).encode(), 'application/json')
 
   def _error(self, code):
     self._send(404, b'', headers={'X-Error-Code': code})
@@ -82,7 +82,7 @@ def endpoint():
   server.server_close()
 
 
-# The library reads its settings when it is imported: a process of its own.
+# Reads each path of its arguments. It runs in a process of its own, as huggingface_hub reads its settings on import.
 SCRIPT = """
 import sys
 from jaxpost.data import sources
@@ -97,10 +97,11 @@ for path in sys.argv[1:]:
 
 
 def read(paths, home, **settings):
+  """Returns a line for each path: its texts and where its first row is, or the error."""
   environment = {**os.environ, 'HF_HOME': str(home), 'HF_HUB_OFFLINE': '0', **settings}
   for name in ('HF_TOKEN', 'http_proxy', 'HTTP_PROXY'):
     environment.pop(name, None)
-  done = subprocess.run(
+  process = subprocess.run(
     [sys.executable, '-c', SCRIPT, *paths],
     env=environment,
     timeout=120,
@@ -109,12 +110,12 @@ def read(paths, home, **settings):
     check=False,
     cwd=os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
   )
-  assert done.returncode == 0, done.stderr
-  assert 'Retrying' not in done.stderr
-  return done.stdout.splitlines()
+  assert process.returncode == 0, process.stderr
+  assert 'Retrying' not in process.stderr
+  return process.stdout.splitlines()
 
 
-def test_rows_come_from_the_hub_and_then_from_its_cache(endpoint, tmp_path):
+def test_rows_are_read_from_the_hub_and_offline_from_its_cache(endpoint, tmp_path):
   paths = [
     'org/name:data/train-0.jsonl',
     'org/name:train',
@@ -124,15 +125,15 @@ def test_rows_come_from_the_hub_and_then_from_its_cache(endpoint, tmp_path):
     'org/name@v9:test',
     'org/other',
   ]
-  got = read(paths, tmp_path, HF_ENDPOINT=endpoint)
+  lines = read(paths, tmp_path, HF_ENDPOINT=endpoint)
   assert not BUSY
-  assert got[0] == 'one|two org/name:data/train-0.jsonl:1'
-  assert got[1].startswith('one|two ') and got[1].endswith('-0.jsonl:1')
-  assert got[2].startswith('three ')
-  assert 'has the splits test, train; name one, e.g. org/name:train' in got[3]
-  assert "has no file 'data/none.jsonl'" in got[4]
-  assert "org/name has no revision 'v9'" in got[5]
-  assert 'there is no dataset org/other' in got[6]
+  assert lines[0] == 'one|two org/name:data/train-0.jsonl:1'
+  assert lines[1].startswith('one|two ') and lines[1].endswith('-0.jsonl:1')
+  assert lines[2].startswith('three ')
+  assert 'has the splits test, train; name one, e.g. org/name:train' in lines[3]
+  assert "has no file 'data/none.jsonl'" in lines[4]
+  assert "org/name has no revision 'v9'" in lines[5]
+  assert 'there is no dataset org/other' in lines[6]
   offline = read(['org/name:train', 'org/other'], tmp_path, HF_ENDPOINT=endpoint, HF_HUB_OFFLINE='1')
   assert offline[0].startswith('one|two ')
   assert 'not in the local cache and the hub is off' in offline[1]

@@ -1,4 +1,4 @@
-"""Batches of Examples: isolation, numbering, weights, and cutting."""
+"""Packing of Examples into batches: which tokens attend to which, sequence numbers, loss weights, and `Example.cut`."""
 
 import numpy as np
 import pytest
@@ -10,28 +10,34 @@ LENGTH = 64
 
 
 def plain(length, trained=1, weight=1.0):
-  """A document of `length` tokens whose last `trained` are trained."""
+  """Returns a document of `length` tokens whose last `trained` tokens are trained with this weight."""
   mask = np.where(np.arange(length) >= length - trained, weight, 0.0)
   return Example(np.arange(1, length + 1), mask.astype(np.float32))
 
 
 def pair(prompt, chosen, rejected, share=True, last=False):
-  """Two answers to a prompt; each answer's tokens tell which it is."""
+  """Returns two answers to a prompt, as a preference pair. Tokens of the chosen one are 200 + i, of the other 300 + i.
+
+  Args:
+    prompt, chosen, rejected: lengths in tokens.
+    share: whether both answers share one copy of the prompt.
+    last: whether only the last token of each answer is trained, as where a reward model reads its score.
+  """
   p = np.arange(100, 100 + prompt)
   sides = [np.append(p, 200 + np.arange(chosen)), np.append(p, 300 + np.arange(rejected))]
   start = prompt - 1 if share else 0
   numbers = np.repeat([0, 1, 2], [start, *(len(s) - start for s in sides)]).astype(np.int32)
 
-  def lay(arrays):
+  def joined(arrays):
     return np.concatenate([arrays[0][:start], *(a[start:] for a in arrays)])
 
-  positions = lay([np.arange(len(s)) for s in sides])
+  positions = joined([np.arange(len(s)) for s in sides])
   scored = positions >= prompt
   mask = scored.astype(np.float32)
   if last:
     mask[:] = 0
     mask[[len(sides[0]) - 1, -1]] = 1
-  tokens = lay(sides)
+  tokens = joined(sides)
   return Example(
     tokens,
     mask,
@@ -44,7 +50,7 @@ def pair(prompt, chosen, rejected, share=True, last=False):
 
 
 def visible(batch, row):
-  """[T, T] bool: what each token attends to, as `types.Batch` tells it."""
+  """Returns a [T, T] bool: which tokens each token attends to, by the definition in `types.Batch`."""
   s = batch.segment_ids[row]
   b = np.zeros_like(s) if batch.branch_ids is None else batch.branch_ids[row]
   t = np.arange(len(s))
@@ -53,20 +59,19 @@ def visible(batch, row):
 
 
 def contexts(batch):
-  """Returns the (tokens, positions) that each trained token is predicted from."""
-  found = []
+  """Returns (tokens and positions of its context, the token) of each trained token."""
+  predictions = []
   for r in range(len(batch.tokens)):
-    seen = visible(batch, r)
+    attends = visible(batch, r)
     for t in np.flatnonzero(batch.loss_weights[r]):
-      left = np.flatnonzero(seen[t - 1])
-      found.append(
-        (tuple(batch.tokens[r, left].tolist()), tuple(batch.positions[r, left].tolist()), int(batch.tokens[r, t]))
-      )
-  return sorted(found)
+      context = np.flatnonzero(attends[t - 1])
+      tokens, positions = batch.tokens[r, context], batch.positions[r, context]
+      predictions.append((tuple(tokens.tolist()), tuple(positions.tolist()), int(batch.tokens[r, t])))
+  return sorted(predictions)
 
 
 @pytest.mark.parametrize('prompt', [1, 2, 7])
-def test_shared_prompts_predict_what_copies_do(prompt):
+def test_answers_with_a_shared_prompt_have_the_context_of_separate_copies(prompt):
   shared, apart = (packing.to_batch([[pair(prompt, 5, 3, share)] * 2], LENGTH, 1) for share in (True, False))
   assert contexts(shared) == contexts(apart)
   tokens, positions, first = contexts(shared)[0]
@@ -74,24 +79,24 @@ def test_shared_prompts_predict_what_copies_do(prompt):
   assert positions == tuple(range(prompt))
 
 
-def test_branches_do_not_see_each_other():
+def test_answers_do_not_attend_to_other_answers():
   batch = packing.to_batch([[pair(3, 4, 2), pair(2, 2, 2)]], LENGTH, 1)
-  seen = visible(batch, 0)
+  attends = visible(batch, 0)
   ids, segments = batch.sequence_ids[0], batch.segment_ids[0]
   assert sorted(set(ids.tolist())) == [0, 1, 2, 3, 4]
   for a in (1, 2, 3, 4):
     for b in (1, 2, 3, 4):
-      block = seen[np.ix_(ids == a, ids == b)]
+      block = attends[np.ix_(ids == a, ids == b)]
       assert block.any() == (a == b)
-  assert not seen[np.ix_(segments == 1, segments == 2)].any()
-  # p[:-1], p[-1] c1..., p[-1] c2...
+  assert not attends[np.ix_(segments == 1, segments == 2)].any()
+  # The row is p[:-1], p[-1] chosen..., p[-1] rejected...: each branch has a copy of the last token of the prompt.
   assert batch.tokens[0, :10].tolist() == [100, 101, 102, 200, 201, 202, 203, 102, 300, 301]
   assert batch.positions[0, :10].tolist() == [0, 1, 2, 3, 4, 5, 6, 2, 3, 4]
   assert batch.branch_ids[0, :10].tolist() == [0, 0, 1, 1, 1, 1, 1, 2, 2, 2]
   assert ids[:10].tolist() == [0, 0, 0, 1, 1, 1, 1, 0, 2, 2]
 
 
-def test_arrays_are_copied_in_their_kind():
+def test_arrays_of_examples_keep_their_dtype_and_shape():
   batch = packing.to_batch([[pair(3, 4, 2)], [pair(2, 2, 2)]], LENGTH, 3)
   assert batch.arrays['margin'].dtype == np.float32
   assert batch.arrays['topk'].shape == (3, LENGTH, 2)
@@ -103,7 +108,7 @@ def test_arrays_are_copied_in_their_kind():
 
 
 def random_rows(rng, kind):
-  """Rows of documents of one kind, each within LENGTH."""
+  """Returns random examples of one kind, and the rows of at most LENGTH tokens into which they are packed."""
 
   def make():
     a, b, c = rng.integers(1, 9, 3)
@@ -121,7 +126,7 @@ def random_rows(rng, kind):
 
 @pytest.mark.parametrize('kind', ['plain', 'shared', 'apart', 'last'])
 @pytest.mark.parametrize('seed', range(6))
-def test_weights_and_numbers_of_any_batch(kind, seed):
+def test_weights_and_sequence_ids_of_random_batches(kind, seed):
   rng = np.random.default_rng(seed)
   examples, rows = random_rows(rng, kind)
   size = len(rows) + rng.integers(0, 3)
@@ -129,8 +134,8 @@ def test_weights_and_numbers_of_any_batch(kind, seed):
   trained = [e for e in examples if e.trained.any()]
   pairs = len(trained)
   sequences = pairs if kind == 'plain' else 2 * pairs
-  wanted = {'token': mask.sum(dtype=np.float64), 'sequence': sequences, 'pair': pairs}
-  for per, total in wanted.items():
+  totals = {'token': mask.sum(dtype=np.float64), 'sequence': sequences, 'pair': pairs}
+  for per, total in totals.items():
     batch = packing.to_batch(rows, LENGTH, size, per=per)
     assert batch.loss_weights.dtype == np.float32
     np.testing.assert_allclose(batch.loss_weights, mask / max(total, 1e-30), rtol=1e-6)
@@ -138,7 +143,7 @@ def test_weights_and_numbers_of_any_batch(kind, seed):
     assert not batch.loss_weights[batch.segment_ids == 0].any()
     assert not batch.loss_weights[:, 0].any()
     if kind == 'last' and per == 'pair':
-      # One score each: the two of every pair weigh 1 / pairs.
+      # The one trained token of each answer weighs 1 / pairs.
       for r, ids in enumerate(batch.sequence_ids):
         for n in set(ids[ids > 0].tolist()):
           weight = batch.loss_weights[r, ids == n].sum()
@@ -147,7 +152,7 @@ def test_weights_and_numbers_of_any_batch(kind, seed):
       assert batch.sequence_ids is None and batch.branch_ids is None
       continue
     for ids, tokens in zip(batch.sequence_ids, batch.tokens):
-      # Numbered through the row; the odd ones are chosen.
+      # Answers are numbered through the row; the odd ones are chosen, the even ones rejected.
       assert set(ids.tolist()) - {0} == set(range(1, ids.max() + 1))
       assert (tokens[ids % 2 == 1] // 100 == 2).all()
       assert (tokens[(ids > 0) & (ids % 2 == 0)] // 100 == 3).all()
@@ -162,12 +167,12 @@ def test_weights_and_numbers_of_any_batch(kind, seed):
     )
 
 
-def test_the_weight_of_a_message_is_kept():
+def test_weights_of_messages_scale_their_loss_weights():
   batch = packing.to_batch([[plain(4, 2, 0.5), plain(3, 1, 2.0)]], 8, 1, per='token')
   np.testing.assert_allclose(batch.loss_weights[0], np.array([0, 0, 0.5, 0.5, 0, 0, 2, 0]) / 3, rtol=1e-6)
 
 
-def test_the_first_token_of_a_segment_is_predicted_by_nothing():
+def test_first_token_of_a_segment_is_not_trained():
   both = Example(
     np.arange(1, 7), np.ones(6, bool), np.array([0, 1, 2, 0, 1, 2]), segment_ids=np.array([1, 1, 1, 2, 2, 2])
   )
@@ -177,11 +182,12 @@ def test_the_first_token_of_a_segment_is_predicted_by_nothing():
 
 
 def answers(example):
+  """Returns the tokens of the chosen and of the rejected answer."""
   return [example.tokens[example.sequence_ids == n].tolist() for n in (1, 2)]
 
 
 @pytest.mark.parametrize('share', [True, False])
-def test_cut_takes_from_the_longer_answer_never_the_prompt(share):
+def test_cut_shortens_the_longer_answer_and_never_the_prompt(share):
   whole = pair(4, 9, 5, share)
   total = len(whole.tokens)
   assert whole.cut(total) is whole
@@ -189,16 +195,16 @@ def test_cut_takes_from_the_longer_answer_never_the_prompt(share):
     cut = whole.cut(total - less)
     assert len(cut.tokens) == total - less
     sizes = [len(a) for a in answers(cut)]
-    # Until they are equal only the longer one pays.
+    # The first four tokens all come off the longer answer; then both have five.
     assert sizes == ([9 - less, 5] if less <= 4 else sizes)
     assert abs(sizes[0] - sizes[1]) <= 1 or less <= 4
     assert answers(cut) == [a[:n] for a, n in zip(answers(whole), sizes)]
-    one = packing.to_batch([[cut]], LENGTH, 1)
-    assert {c for c in contexts(one)} <= {c for c in contexts(packing.to_batch([[whole]], LENGTH, 1))}
+    batch = packing.to_batch([[cut]], LENGTH, 1)
+    assert {c for c in contexts(batch)} <= {c for c in contexts(packing.to_batch([[whole]], LENGTH, 1))}
   assert whole.cut(total - 13) is None
 
 
-def test_cut_keeps_the_token_that_a_score_is_read_at():
+def test_cut_keeps_the_last_token_of_an_answer_where_its_score_is_read():
   cut = pair(4, 9, 5, last=True).cut(13)
   assert len(cut.tokens) == 13
   assert answers(cut) == [[200, 201, 202, 208], [300, 301, 302, 304]]
@@ -208,7 +214,7 @@ def test_cut_keeps_the_token_that_a_score_is_read_at():
   assert cut.arrays['topk'][:, 0].tolist() == cut.tokens.tolist()
 
 
-def test_cut_of_a_plain_document_is_its_begin():
+def test_cut_of_a_document_keeps_its_beginning():
   cut = plain(9, 3).cut(7)
   assert cut.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7]
   assert cut.loss_mask.tolist() == [0, 0, 0, 0, 0, 0, 1]

@@ -39,7 +39,7 @@ def test_four_processes_make_the_same_run_as_one(folder, one, four, name):
 @pytest.mark.nightly
 @pytest.mark.parametrize('name', real.ON_POLICY)
 def test_four_sample_and_grade_each_prompt_once(folder, one, four, name):
-  real.test_the_same_is_sampled_and_graded(four, folder, 'quad', name)
+  real.test_samples_and_rewards_equal_those_of_one_process(four, folder, 'quad', name)
   graded = {
     tag: sorted(line.split(' ', 1)[1] for line in (folder / f'{tag}.graded').read_text().splitlines())
     for tag in ('one', 'quad')

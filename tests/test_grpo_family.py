@@ -1,6 +1,6 @@
-"""GRPO and its family: credit, surrogates and the controller that feeds them.
+"""GRPO and its variants: fields of config.rl, credit, losses, dynamic sampling, and whole runs of every method.
 
-Legend: N sequences, G samples a prompt, C completion tokens.
+Legend: N sequences, C completion tokens.
 """
 
 import dataclasses
@@ -42,15 +42,15 @@ def weights():
   return model, tiny.params(model)
 
 
-def config_of(name, **over):
+def config_of(name, **fields):
   """The resolved config of a method."""
-  parsed = config_lib.parse(tiny.merged(dict(algorithm=name, reward='x'), over))
+  parsed = config_lib.parse(tiny.merged(dict(algorithm=name, reward='x'), fields))
   return config_lib.resolve(next(iter(parsed.values())), algorithms.load_algorithm(name).defaults)
 
 
 @functools.lru_cache
 def rollout(seed=3):
-  """Three prompts with four completions each."""
+  """Returns a rollout of three prompts with four completions each."""
   random = np.random.RandomState(seed)
 
   def draw(n):
@@ -59,7 +59,7 @@ def rollout(seed=3):
   lengths = random.randint(1, C + 1, N)
   prompts = tuple(Prompt(i, draw(3 + i), '', {}) for i in range(3))
   completions = np.stack([draw(C) for _ in lengths])
-  logprobs = np.stack([by_the_model(prompts[n // 4].tokens, completions[n]) for n in range(N)])
+  logprobs = np.stack([model_logprobs(prompts[n // 4].tokens, completions[n]) for n in range(N)])
   return Rollout(
     prompts=prompts,
     completions=completions,
@@ -70,8 +70,8 @@ def rollout(seed=3):
   )
 
 
-def by_the_model(prompt, completion):
-  """Log-probs [C], so that ratios are near 1."""
+def model_logprobs(prompt, completion):
+  """Returns the log-probs [C] of a completion by the model of `weights`, so that ratios to it are near 1."""
   model, params = weights()
   row = np.concatenate([prompt, completion])
   padded = np.pad(row, (0, 16 - len(row)))[None]
@@ -81,63 +81,61 @@ def by_the_model(prompt, completion):
 
 
 def experience(seed=3, **fields):
-  made = rollout(seed)
+  """Returns random experience of `rollout(seed)`, of which sequence 5 has no reward; `fields` replace its own."""
+  rolled_out = rollout(seed)
   random = np.random.RandomState(seed + 1)
 
-  def noise():
-    return (made.logprobs + 0.1 * random.standard_normal(made.logprobs.shape)).astype(np.float32)
+  def noisy_logprobs():
+    return (rolled_out.logprobs + 0.1 * random.standard_normal(rolled_out.logprobs.shape)).astype(np.float32)
 
-  arrays = dict(sampler_logprobs=noise(), old_logprobs=noise(), ref_logprobs=noise())
+  arrays = dict(sampler_logprobs=noisy_logprobs(), old_logprobs=noisy_logprobs(), ref_logprobs=noisy_logprobs())
   rewards = random.standard_normal(N)
   rewards[5] = np.nan
-  arrays['entropy'] = np.abs(noise())
-  return Experience(
-    **{
-      **dict(
-        rollout=made,
-        rewards=rewards,
-        mask=batching.completion_mask(made),
-        arrays=arrays,
-        baseline=random.standard_normal(3),
-        verdicts=rewards,
-      ),
-      **fields,
-    }
+  arrays['entropy'] = np.abs(noisy_logprobs())
+  defaults = dict(
+    rollout=rolled_out,
+    rewards=rewards,
+    mask=batching.completion_mask(rolled_out),
+    arrays=arrays,
+    baseline=random.standard_normal(3),
+    verdicts=rewards,
   )
+  return Experience(**{**defaults, **fields})
 
 
-def outcome(config, given, length=11, rows=12, micro=12):
-  """(loss, metrics, gradients, credit) of one update in a layout."""
-  credit = grpo.credit(given, config)
-  weighted = batching.token_weights(credit.mask, config.rl.aggregate, C)
-  batch = batching.to_batch(given.rollout, range(N), weighted, credit.arrays, rows, row_length=length)
+def outcome(config, sampled, length=11, rows=12, micro=12):
+  """Returns (loss, metrics, gradients, credit) of one update in a layout of rows and micro-batches."""
+  credit = grpo.credit(sampled, config)
+  loss_weights = batching.token_weights(credit.mask, config.rl.aggregate, C)
+  batch = batching.to_batch(sampled.rollout, range(N), loss_weights, credit.arrays, rows, row_length=length)
   model, params = weights()
   loss = programs.make_loss(model, grpo.objective(config), tiny.one_device(), tiny.EXACT)
   split = jax.tree.map(lambda x: jnp.asarray(x).reshape(-1, micro, x.shape[1]), batch)
-  (value, extra), grads = jax.jit(lambda p, b: programs.accumulate(loss, p, b))(params, split)
-  return float(value), extra, grads, credit
+  (value, metrics_), grads = jax.jit(lambda p, b: programs.accumulate(loss, p, b))(params, split)
+  return float(value), metrics_, grads, credit
 
 
-def update_of(name, **over):
-  return config_of(name, **tiny.merged(dict(rl=dict(kl_coef=0.1, entropy_coef=0.01, epochs=2)), over))
+def update_of(name, **fields):
+  return config_of(name, **tiny.merged(dict(rl=dict(kl_coef=0.1, entropy_coef=0.01, epochs=2)), fields))
 
 
 @pytest.mark.parametrize('name', METHODS)
-def test_loss_does_not_depend_on_the_layout(name):
-  config, given = update_of(name), experience()
-  loss, found, grads, _ = outcome(config, given)
+def test_loss_and_gradients_do_not_depend_on_the_layout_of_rows(name):
+  config, sampled = update_of(name), experience()
+  loss, expected_metrics, grads, _ = outcome(config, sampled)
   assert np.isfinite(loss) and abs(loss) > 1e-4
   for length, rows, micro in ((48, 3, 3), (24, 8, 2), (160, 1, 1)):
-    other, found_2, grads_2, _ = outcome(config, given, length, rows, micro)
-    # Its terms hold log-probs near 5 and cancel: 1e-6 is 2e-7 of a term. VESPO's weight has the rounding of a sequence.
-    assert other == pytest.approx(loss, rel=2e-6, abs=3e-6 if name == 'vespo' else 1e-6)
-    for key, value in found.items():
-      assert float(found_2[key]) == pytest.approx(float(value), rel=1e-5, abs=1e-6), key
+    loss_2, metrics_, grads_2, _ = outcome(config, sampled, length, rows, micro)
+    # The terms of the loss hold log-probs near 5 and cancel, so 1e-6 is 2e-7 of a term. The weight of VESPO is a
+    # product over a sequence, and has the rounding of all of its tokens.
+    assert loss_2 == pytest.approx(loss, rel=2e-6, abs=3e-6 if name == 'vespo' else 1e-6)
+    for key, value in expected_metrics.items():
+      assert float(metrics_[key]) == pytest.approx(float(value), rel=1e-5, abs=1e-6), key
     for a, b in zip(jax.tree.leaves(grads_2), jax.tree.leaves(grads)):
       assert tiny.largest(a - b) <= 1e-5 * tiny.largest(b)
 
 
-# Every field of config.rl, the value it is changed to, and with what.
+# field of config.rl: (a value other than its default, the other fields without which nothing reads it)
 CHANGES = {
   'advantage': ('leave_one_out', {}),
   'scale_rewards': ('none', {}),
@@ -183,12 +181,12 @@ CHANGES = {
   'correct_nll_coef': (0.5, {}),
   'keep_reward': (0.5, dict(correct_nll_coef=0.5)),
 }
-# A field is refused where nothing reads it.
-UNREAD = [field for field, (_, also) in CHANGES.items() if also]
+# These fields are refused without the other fields.
+DEPENDENT = [field for field, (_, also) in CHANGES.items() if also]
 
 
-@pytest.mark.parametrize('field', UNREAD)
-def test_fields_are_read_or_refused(field):
+@pytest.mark.parametrize('field', DEPENDENT)
+def test_field_that_nothing_reads_is_refused(field):
   value, also = CHANGES[field]
   rl_fields.check(config_of('grpo', rl={'kl_coef': 0.1, **also, field: value}))
   if field not in also:
@@ -196,8 +194,8 @@ def test_fields_are_read_or_refused(field):
       rl_fields.check(config_of('grpo', rl={field: value}))
 
 
-def test_zero_is_a_choice_of_its_own():
-  """A clip range of 0 does not turn into the method's own."""
+def test_clip_range_of_zero_is_not_replaced_by_the_default():
+  """The default is that of the method."""
   assert config_of('gspo', rl=dict(clip_low=0.0)).rl.clip_low == 0
   assert config_of('gspo').rl.clip_low == 3e-4
 
@@ -218,27 +216,27 @@ def test_zero_is_a_choice_of_its_own():
     ('ppo', dict(loss='gspo'), dict(aggregate='sequence', clip_low=3e-4, scale_rewards='none')),
   ],
 )
-def test_what_belongs_to_a_loss_comes_with_it(algorithm, chosen, expected):
+def test_loss_that_a_config_names_brings_its_own_defaults(algorithm, chosen, expected):
   rl = config_of(algorithm, rl=chosen).rl
   assert {name: vars(rl)[name] for name in expected} == expected
 
 
-def test_a_teacher_grades_every_token():
-  """On-policy distillation: log T - log pi, beside the advantages of GRPO if there are rewards."""
-  given = experience()
-  alone = config_of('opd', reward='', rl=dict(reference='teacher'))
-  opd.check(alone)
-  found = grpo.credit(experience(rewards=np.zeros(N)), alone)
-  wanted = (given.arrays['ref_logprobs'] - given.arrays['old_logprobs']) * given.mask
-  np.testing.assert_allclose(found.arrays['advantages'], wanted, rtol=1e-6)
-  mixed = grpo.credit(given, config_of('opd', rl=dict(reference='teacher', kl_coef=0.5)))
-  of_rewards = grpo.credit(given, config_of('grpo')).arrays['advantages']
-  valid = np.isfinite(given.rewards)[:, None]
-  np.testing.assert_allclose(mixed.arrays['advantages'], (of_rewards + 0.5 * wanted) * valid, rtol=1e-5, atol=1e-6)
+def test_opd_advantages_are_log_ratios_of_the_teacher_plus_those_of_grpo():
+  """On-policy distillation has advantages log teacher - log policy, and adds those of GRPO if there are rewards."""
+  sampled = experience()
+  without_reward = config_of('opd', reward='', rl=dict(reference='teacher'))
+  opd.check(without_reward)
+  credit = grpo.credit(experience(rewards=np.zeros(N)), without_reward)
+  log_ratios = (sampled.arrays['ref_logprobs'] - sampled.arrays['old_logprobs']) * sampled.mask
+  np.testing.assert_allclose(credit.arrays['advantages'], log_ratios, rtol=1e-6)
+  mixed = grpo.credit(sampled, config_of('opd', rl=dict(reference='teacher', kl_coef=0.5)))
+  of_rewards = grpo.credit(sampled, config_of('grpo')).arrays['advantages']
+  valid = np.isfinite(sampled.rewards)[:, None]
+  np.testing.assert_allclose(mixed.arrays['advantages'], (of_rewards + 0.5 * log_ratios) * valid, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize('algorithm', ['grpo', 'opd'])
-def test_a_reward_model_that_is_named_grades(algorithm):
+def test_reward_model_named_in_config_reward_grades(algorithm):
   config = config_of(algorithm, reward='gsm8k,reward_model', rl=dict(reference='teacher'))
   assert reward_models.grades(config, algorithms.load_algorithm(algorithm))
 
@@ -252,7 +250,7 @@ def test_a_reward_model_that_is_named_grades(algorithm):
     ('ppo', dict(kl_in='advantage', kl_coef=0.1), 'config.rl.kl_in: the critic of ppo learns from rewards'),
   ],
 )
-def test_teachers_that_would_be_ignored_are_refused(algorithm, rl, message):
+def test_teacher_that_would_be_ignored_is_refused(algorithm, rl, message):
   with pytest.raises(InputError, match=message):
     algorithms.load_algorithm(algorithm).check(config_of(algorithm, rl=rl))
 
@@ -268,7 +266,7 @@ def test_teachers_that_would_be_ignored_are_refused(algorithm, rl, message):
     dict(singleton='raw'),
   ],
 )
-def test_distillation_without_a_reward_refuses_what_needs_one(rl):
+def test_opd_without_a_reward_refuses_fields_that_need_one(rl):
   (name,) = rl
   with pytest.raises(InputError, match=f'config.rl.{name}: opd without a reward would ignore it'):
     opd.check(config_of('opd', reward='', rl=dict(reference='teacher') | rl))
@@ -276,21 +274,21 @@ def test_distillation_without_a_reward_refuses_what_needs_one(rl):
     opd.check(config_of('opd', rl=dict(reference='teacher') | rl))
 
 
-def test_kl_cov_in_the_only_update_needs_the_sampler_as_an_older_policy():
-  for over in (dict(rollout=dict(staleness=1)), dict(rl=dict(old_policy='sampler'))):
+def test_kl_cov_is_refused_where_the_old_policy_is_the_updated_one():
+  for fields in (dict(rollout=dict(staleness=1)), dict(rl=dict(old_policy='sampler'))):
     with pytest.raises(InputError, match='config.rl.kl_cov: is a KL to the old policy'):
-      rl_fields.check(config_of('grpo', **tiny.merged(dict(rl=dict(kl_cov=0.1)), over)))
+      rl_fields.check(config_of('grpo', **tiny.merged(dict(rl=dict(kl_cov=0.1)), fields)))
   rl_fields.check(config_of('grpo', rl=dict(kl_cov=0.1, old_policy='sampler'), rollout=dict(staleness=1)))
   rl_fields.check(config_of('grpo', rl=dict(kl_cov=0.1, minibatches=2)))
 
 
-def test_a_method_of_ones_own_keeps_its_choices():
-  """Until a config names another loss, whose settings then come with it."""
-  own = grpo.method(loss='gspo', clip_low=0.01, kl_estimator='k2', importance=('icepop',)).defaults
+def test_custom_method_keeps_its_settings_unless_a_config_names_another_loss():
+  """Another loss brings its own clip range."""
+  defaults = grpo.method(loss='gspo', clip_low=0.01, kl_estimator='k2', importance=('icepop',)).defaults
 
   def resolved(**rl):
     (config,) = config_lib.parse(dict(algorithm='grpo', reward='x', rl=rl)).values()
-    return config_lib.resolve(config, own).rl
+    return config_lib.resolve(config, defaults).rl
 
   rl = resolved()
   assert (rl.clip_low, rl.clip_high, rl.aggregate) == (0.01, 4e-4, 'sequence')
@@ -311,36 +309,37 @@ def test_a_method_of_ones_own_keeps_its_choices():
     (dict(importance=('product_mask',), product_low=3.0), 'product_low: 3.0 is above product_high=2.0'),
   ],
 )
-def test_combinations_that_would_mislead_are_refused(chosen, message):
+def test_contradictory_fields_are_refused(chosen, message):
   with pytest.raises(InputError, match=message):
     rl_fields.check(config_of('grpo', rl=chosen))
 
 
-# Fields of the controller and of other algorithms have tests of their own.
+# Fields of the controller and of other algorithms, which other tests cover
 ELSEWHERE = {'epochs', 'minibatches', 'dynamic_sampling', 'correct_by', 'lam', 'length_alpha', 'curriculum', 'sources'}
 ELSEWHERE |= {'turn_gamma', 'step_weight', 'sampling_mask', 'keep_surplus', 'replay', 'expert', 'expert_gamma'}
 
 
 def fingerprint(result):
+  """Returns numbers of an `outcome` that differ where its loss, gradients or memory differ."""
   loss, _, grads, credit = result
   return [loss, json.dumps(credit.memory, sort_keys=True), *(float(jnp.abs(g).sum()) for g in jax.tree.leaves(grads))]
 
 
 @pytest.mark.parametrize('field', CHANGES)
-def test_no_field_is_a_no_op(field):
+def test_every_field_changes_the_update(field):
   value, also = CHANGES[field]
   rewards = experience().rewards.copy()
   if field == 'singleton':
     rewards[:3] = np.nan  # one valid sample is left
   if field == 'pass_k':
     rewards = (rewards > 0).astype(float)  # rewards of 0 and 1
-  given = experience(rewards=rewards)
-  base = fingerprint(outcome(update_of('grpo', rl=also), given))
-  changed = fingerprint(outcome(update_of('grpo', rl={**also, field: value}), given))
+  sampled = experience(rewards=rewards)
+  base = fingerprint(outcome(update_of('grpo', rl=also), sampled))
+  changed = fingerprint(outcome(update_of('grpo', rl={**also, field: value}), sampled))
   assert base != changed
 
 
-def test_the_table_of_fields_is_whole():
+def test_every_field_of_config_rl_is_tested():
   fields = {f.name for f in dataclasses.fields(config_of('grpo').rl)}
   assert fields - set(CHANGES) - ELSEWHERE <= {'reference', 'privileged'}
 
@@ -355,72 +354,73 @@ def test_the_table_of_fields_is_whole():
     ('reinforce_pp_baseline', 'verl/reinforce_pp_baseline/score'),
   ],
 )
-def test_credit_gives_the_advantages_of_verl(name, case):
+def test_credit_matches_the_advantages_of_verl(name, case):
   inputs = GOLDEN['inputs']
   mask = np.array(inputs['mask'], np.float32)
   score = np.array(inputs[case.rpartition('/')[2]])
-  made = rollout()
+  rolled_out = rollout()
   lengths = mask.sum(1).astype(int)
-  given = Experience(
+  sampled = Experience(
     dataclasses.replace(
-      made,
+      rolled_out,
       lengths=lengths,
       completions=np.zeros(mask.shape, np.int32),
       finished=np.ones(8, bool),
-      prompts=made.prompts[:2],
+      prompts=rolled_out.prompts[:2],
     ),
     score,
     mask,
     dict(sampler_logprobs=np.zeros_like(mask)),
   )
-  found = grpo.credit(given, config_of(name)).arrays['advantages']
+  actual = grpo.credit(sampled, config_of(name)).arrays['advantages']
   expected = np.array(GOLDEN['cases'][case], np.float64)
   if expected.ndim == 3:  # advantages and returns
     expected = expected[0]
   if expected.ndim == 1:  # one for all tokens of a sequence
     expected = expected[:, None]
-  np.testing.assert_allclose(found, expected * mask, rtol=2e-5, atol=2e-6)
+  np.testing.assert_allclose(actual, expected * mask, rtol=2e-5, atol=2e-6)
 
 
-def test_groups_without_variance_teach_nothing():
-  given = experience(rewards=np.repeat([1.0, 0.0, 0.3], 4))
+def test_groups_without_variance_have_zero_advantages():
+  sampled = experience(rewards=np.repeat([1.0, 0.0, 0.3], 4))
   for name in ('grpo', 'dr_grpo', 'gspo', 'rloo'):
-    credit = grpo.credit(given, config_of(name))
+    credit = grpo.credit(sampled, config_of(name))
     np.testing.assert_array_equal(credit.arrays['advantages'], 0)
 
 
-def test_what_is_masked_has_no_gradient():
-  """A NaN reward and a truncated completion leave no trace."""
+def test_masked_tokens_have_no_gradient():
+  """Sequences with a NaN reward and truncated ones are masked; the values of their tokens change no gradient."""
   config = update_of('grpo', rl=dict(mask_truncated=True))
-  given = experience()
-  cut = ~given.rollout.finished
-  assert cut.any() and not cut.all()
-  _, _, grads, credit = outcome(config, given)
-  assert not credit.mask[cut].any() and not credit.mask[5].any()
-  assert credit.metrics['masked_truncated'] == (cut & ~np.isnan(given.rewards)).sum()
-  noisy = dict(given.arrays)
-  for key in noisy:
-    noisy[key] = np.where(credit.mask > 0, noisy[key], 1e3).astype(np.float32)
-  again = outcome(config, dataclasses.replace(given, arrays=noisy))[2]
+  sampled = experience()
+  truncated = ~sampled.rollout.finished
+  assert truncated.any() and not truncated.all()
+  _, _, grads, credit = outcome(config, sampled)
+  assert not credit.mask[truncated].any() and not credit.mask[5].any()
+  assert credit.metrics['masked_truncated'] == (truncated & ~np.isnan(sampled.rewards)).sum()
+  changed = dict(sampled.arrays)
+  for key in changed:
+    changed[key] = np.where(credit.mask > 0, changed[key], 1e3).astype(np.float32)
+  again = outcome(config, dataclasses.replace(sampled, arrays=changed))[2]
   for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(again)):
     np.testing.assert_array_equal(a, b)
 
 
-def test_adaptive_kl_is_remembered():
+def test_adaptive_kl_coefficient_carries_over_to_the_next_step():
   config = config_of('rloo', rl=dict(kl_coef=0.1, kl_target=1e-6, kl_horizon=10.0))
   first = grpo.credit(experience(), config)
   assert first.memory['kl_coef'] != 0.1
-  again = grpo.credit(experience(memory=first.memory), config)
-  assert again.metrics['kl_coef'] == first.memory['kl_coef']
+  second = grpo.credit(experience(memory=first.memory), config)
+  assert second.metrics['kl_coef'] == first.memory['kl_coef']
 
 
-def test_adaptive_kl_stays_where_nothing_is_trained():
+def test_adaptive_kl_coefficient_stays_where_nothing_is_trained():
   config = config_of('rloo', rl=dict(kl_coef=0.1, kl_target=0.1, kl_horizon=10.0))
   credit = grpo.credit(experience(rewards=np.full(N, np.nan), memory={'kl_coef': 0.3}), config)
   assert credit.memory == {'kl_coef': 0.3} and credit.metrics['kl_coef'] == 0.3
   assert 'kl' not in credit.metrics and not credit.mask.any()
 
 
+# name of a case: (fields, pattern of the error)
 BAD = {
   'group of one': (dict(rollout=dict(group_size=1)), 'group_size: .*compares the samples of a group'),
   'foreign advantage': (dict(rl=dict(advantage='gae')), 'belongs to .*ppo'),
@@ -442,23 +442,23 @@ BAD = {
 
 
 @pytest.mark.parametrize('case', BAD)
-def test_what_cannot_work_is_refused(case):
-  over, text = BAD[case]
-  with pytest.raises(InputError, match=text):
-    rl_fields.check(config_of('grpo', **over))
+def test_bad_rl_fields_are_refused(case):
+  fields, message = BAD[case]
+  with pytest.raises(InputError, match=message):
+    rl_fields.check(config_of('grpo', **fields))
 
 
-def test_what_the_controller_cannot_do_is_refused():
+def test_minibatches_that_do_not_divide_the_prompts_are_refused():
   with pytest.raises(InputError, match='minibatches: 3 does not divide'):
     sampling_inputs.check_sampling(config_of('grpo', rl=dict(minibatches=3)), True)
 
 
 @pytest.mark.parametrize(
-  'name,text', [('dapo', 'chosen before a reward model scores them'), ('remax', 'does not grade the greedy answer')]
+  'name,message', [('dapo', 'chosen before a reward model scores them'), ('remax', 'does not grade the greedy answer')]
 )
-def test_what_a_reward_model_cannot_grade_is_refused(name, text):
+def test_methods_that_a_reward_model_cannot_grade_are_refused(name, message):
   config = config_of(name, reward=('reward_model',))
-  with pytest.raises(InputError, match=text):
+  with pytest.raises(InputError, match=message):
     reward_models.check_uses(config, algorithms.load_algorithm(name))
 
 
@@ -476,8 +476,8 @@ def run(config, workdir):
 
 
 @pytest.mark.parametrize('name', METHODS)
-def test_every_method_runs_and_starts_on_policy(name, model, tmp_path):
-  """The checks of the first step run inside: ratio 1, KL 0, nothing cut."""
+def test_every_method_runs_and_its_first_step_is_on_policy(name, model, tmp_path):
+  """The run itself checks its first step: the ratio is 1, the KL is 0, and nothing is clipped."""
   kl = {} if name == 'dapo' else dict(kl_coef=0.01)
   first, second = run(tiny.grpo_config(model, algorithm=name, train=dict(steps=2), rl=kl), tmp_path)
   assert first['sampler_mismatch'] == pytest.approx(1, abs=1e-5)
@@ -486,20 +486,20 @@ def test_every_method_runs_and_starts_on_policy(name, model, tmp_path):
 
 
 @pytest.mark.parametrize('loss', ['clip', 'gspo'])
-def test_metrics_are_means_whatever_the_weights_add_up_to(loss, model):
-  """Completions shorter than the constant of Dr. GRPO: the ratio stays 1."""
+def test_metrics_are_means_for_any_sum_of_the_loss_weights(loss, model):
+  """Halved weights, as of completions that are shorter than the constant of Dr. GRPO, leave the ratio at 1."""
   policy, stream = jaxpost.policy_and_stream(tiny.grpo_config(model, algorithm='dr_grpo', rl=dict(loss=loss)))
   try:
     ((_, batch),) = next(stream).updates
   finally:
     stream.close()
-  found = policy.update(batch.replace(loss_weights=batch.loss_weights * 0.5))
-  assert float(found['ratio']) == pytest.approx(1, abs=1e-5)
-  assert float(found['entropy']) > 1
+  metrics_ = policy.update(batch.replace(loss_weights=batch.loss_weights * 0.5))
+  assert float(metrics_['ratio']) == pytest.approx(1, abs=1e-5)
+  assert float(metrics_['entropy']) > 1
 
 
-def test_minibatches_and_epochs_are_updates(model):
-  """Two passes in four parts, each with weights of its own that sum to 1."""
+def test_every_minibatch_of_every_epoch_is_an_update(model):
+  """Two epochs of four minibatches are eight updates, and the loss weights of each sum to 1."""
   policy, stream = jaxpost.policy_and_stream(tiny.grpo_config(model, rl=dict(epochs=2, minibatches=4)))
   try:
     item = next(stream)
@@ -517,12 +517,12 @@ def test_minibatches_and_epochs_are_updates(model):
 
 
 def ends_with_even(completion_ids, **columns):
-  """1 where the last token is even: groups of it often agree."""
+  """Rewards completions whose last token is even, so that the rewards of a group are often equal."""
   del columns
   return [float(ids[-1] % 2 == 0) for ids in completion_ids]
 
 
-def test_dynamic_sampling_fills_the_batch(model, tmp_path):
+def test_dynamic_sampling_fills_the_batch_with_varied_groups(model, tmp_path):
   base = tiny.grpo_config(
     model, reward=ends_with_even, train=dict(steps=3), rollout=dict(prompts=8, group_size=2, max_new_tokens=2)
   )
@@ -534,7 +534,7 @@ def test_dynamic_sampling_fills_the_batch(model, tmp_path):
     assert row['dynamic_sampling/rounds'] >= 1
 
 
-def test_dynamic_sampling_says_when_it_cannot(model, tmp_path, caplog):
+def test_dynamic_sampling_warns_when_no_group_is_varied(model, tmp_path, caplog):
   def constant(completions, **columns):
     return [1.0] * len(completions)
 
@@ -545,14 +545,14 @@ def test_dynamic_sampling_says_when_it_cannot(model, tmp_path, caplog):
   assert row['grad_norm'] == 0
 
 
-def test_groups_that_only_fill_up_are_not_trained(model):
-  """One of four groups differs in reward: its four sequences have weights."""
-  seen = []
+def test_groups_that_only_fill_up_a_batch_are_not_trained(model):
+  """The rewards of only one group of four differ: only its four sequences have loss weights."""
+  graded_sizes = []
 
   def one_group(completions, **columns):
     del columns
-    seen.append(len(completions))
-    return [float(i if len(seen) == 1 else 1) for i in range(len(completions))]
+    graded_sizes.append(len(completions))
+    return [float(i if len(graded_sizes) == 1 else 1) for i in range(len(completions))]
 
   policy, stream = jaxpost.policy_and_stream(
     tiny.grpo_config(model, reward=one_group, rl=dict(dynamic_sampling=1, kl_coef=0.1))
@@ -570,8 +570,8 @@ def test_groups_that_only_fill_up_are_not_trained(model):
   assert float(policy.update(batch)['ratio']) == pytest.approx(1, abs=1e-5)
 
 
-def test_select_varied_takes_the_first_groups_that_differ():
-  class Round:  # what `select_varied` reads of a round
+def test_select_varied_takes_the_first_varied_groups():
+  class Round:  # has the attributes of a round that `select_varied` reads
     from_earlier_step = False
 
     def __init__(self, rewards):
@@ -581,27 +581,27 @@ def test_select_varied_takes_the_first_groups_that_differ():
   grader = grading.Grader(None, None)
   pending = grading.PendingRollout(grader, [Round([[1, 1], [0, 1], [np.nan, 1]]), Round([[0, 0], [1, 0], [0, 1]])])
   assert dynamic_sampling.select_varied(pending, 2).selected == [[1], [1]]
-  short = grading.PendingRollout(grader, [Round([[1, 1], [0, 1], [1, 1]])])
-  assert dynamic_sampling.select_varied(short, 2).selected == [[0, 1]]
+  too_few = grading.PendingRollout(grader, [Round([[1, 1], [0, 1], [1, 1]])])
+  assert dynamic_sampling.select_varied(too_few, 2).selected == [[0, 1]]
 
 
 @pytest.mark.parametrize('over', [dict(advantage='gpg'), dict(scale_rewards='batch')])
-def test_groups_that_only_fill_up_a_step_change_no_advantage(over):
-  """Statistics across groups are those of the groups that are trained on."""
+def test_groups_that_only_fill_up_a_batch_change_no_advantage(over):
+  """Statistics across groups include only the groups that are trained on."""
   rewards = np.array([0, 1, 0, 1, 1, 1, 1, 1, 0, 0, 1, 0], float)
-  given = experience(rewards=rewards)
-  filled = experience(rewards=rewards, mask=given.mask * (np.arange(N) // 4 != 1)[:, None])
-  found = grpo.credit(filled, config_of('grpo', rl=over)).arrays['advantages']
+  sampled = experience(rewards=rewards)
+  filled = experience(rewards=rewards, mask=sampled.mask * (np.arange(N) // 4 != 1)[:, None])
+  advantages = grpo.credit(filled, config_of('grpo', rl=over)).arrays['advantages']
   centered = rewards.reshape(3, 4) - rewards.reshape(3, 4).mean(axis=1, keepdims=True)
   spread = 1.0 if 'advantage' in over else np.delete(rewards, slice(4, 8)).std(ddof=1)
-  np.testing.assert_allclose(found[:, 0], (centered / spread).ravel(), rtol=1e-4)
-  assert not np.allclose(grpo.credit(given, config_of('grpo', rl=over)).arrays['advantages'][:, 0], found[:, 0])
+  np.testing.assert_allclose(advantages[:, 0], (centered / spread).ravel(), rtol=1e-4)
+  assert not np.allclose(grpo.credit(sampled, config_of('grpo', rl=over)).arrays['advantages'][:, 0], advantages[:, 0])
 
 
-def test_a_missing_verdict_beside_a_reward_model_is_no_zero():
-  """Some of a group: no reward. All of it: the reward model alone decides."""
+def test_missing_reward_is_not_zero_beside_a_reward_model():
+  """A sample without a reward stays without one; if its whole group has none, the reward model alone grades it."""
 
-  class Round:  # what `result` reads of a round
+  class Round:  # has the attributes of a round that `result` reads
     rollout = rollout(1)
     greedy = None
     from_earlier_step = False
@@ -609,32 +609,32 @@ def test_a_missing_verdict_beside_a_reward_model_is_no_zero():
     results = [Graded(list(row), {}, None) for row in rewards]
 
   values = np.full((N, C), 0.5)
-  found = grading.PendingRollout(grading.Grader(None, None), [Round]).result(values).rewards
-  np.testing.assert_array_equal(found, [1.5, np.nan, 0.5, 1.5, *[0.5] * 4, 0.5, 1.5, 0.5, 1.5])
+  combined = grading.PendingRollout(grading.Grader(None, None), [Round]).result(values).rewards
+  np.testing.assert_array_equal(combined, [1.5, np.nan, 0.5, 1.5, *[0.5] * 4, 0.5, 1.5, 0.5, 1.5])
 
 
-def test_sampled_rollouts_merge_in_order():
-  one, two = rollout(1), rollout(2)
-  both = merging.merge([one, two], [[2, 0], [1]])
-  assert [p.index for p in both.prompts] == [2, 0, 1]
+def test_merged_rollouts_keep_the_selected_order():
+  first, second = rollout(1), rollout(2)
+  merged = merging.merge([first, second], [[2, 0], [1]])
+  assert [p.index for p in merged.prompts] == [2, 0, 1]
   np.testing.assert_array_equal(
-    both.completions, np.concatenate([one.completions[8:12], one.completions[:4], two.completions[4:8]])
+    merged.completions, np.concatenate([first.completions[8:12], first.completions[:4], second.completions[4:8]])
   )
 
 
-def test_rows_and_sequences_are_inverse():
-  made = rollout()
+def test_from_rows_inverts_to_batch():
+  rolled_out = rollout()
   values = np.random.RandomState(0).standard_normal((N, C)).astype(np.float32)
-  mask = batching.completion_mask(made)
+  mask = batching.completion_mask(rolled_out)
   for length, rows in ((11, 12), (40, 4)):
-    batch = batching.to_batch(made, range(N), mask, {'x': values}, rows, row_length=length)
-    back = batching.from_rows(made, batch.arrays['x'][None], rows, length)
+    batch = batching.to_batch(rolled_out, range(N), mask, {'x': values}, rows, row_length=length)
+    back = batching.from_rows(rolled_out, batch.arrays['x'][None], rows, length)
     np.testing.assert_array_equal(back, values * mask)
-    assert (batch.sequence_ids > 0).sum() == made.lengths.sum()
+    assert (batch.sequence_ids > 0).sum() == rolled_out.lengths.sum()
 
 
 @pytest.mark.parametrize('aggregate,total', [('token', 1.0), ('sequence', 1.0), ('constant', None)])
-def test_weights_of_tokens(aggregate, total):
+def test_token_weights_of_each_aggregate(aggregate, total):
   mask = batching.completion_mask(rollout())
   mask[5] = 0
   weights_ = batching.token_weights(mask, aggregate, C)
@@ -648,14 +648,14 @@ def test_weights_of_tokens(aggregate, total):
   np.testing.assert_allclose(batching.token_weights(mask[order], aggregate, C), weights_[order])
 
 
-def test_the_first_step_allows_what_rounding_made_on_an_accelerator():
-  """The rows of GRPO in bfloat16 that were measured on an H200; a sampler at another temperature is far beyond."""
+def test_first_step_check_allows_rounding_measured_on_an_accelerator():
+  """The rows of GRPO in bfloat16 were measured on an H200; the mismatch of a wrong temperature is far larger."""
   rows = map(json.loads, (pathlib.Path(__file__).parents[1] / 'docs/accelerator_rows.jsonl').read_text().splitlines())
-  found = [r['sampler_mismatch'] for r in rows if r['row'].startswith('grpo/')]
+  mismatches = [r['sampler_mismatch'] for r in rows if r['row'].startswith('grpo/')]
   config = config_of('grpo', model=dict(dtype='bfloat16'))
   metrics = {'ratio': 1.0, 'clip_ratio/low_mean': 0.0, 'clip_ratio/high_mean': 0.0, 'kl': 0.0}
-  assert found
-  for mismatch in found:
+  assert mismatches
+  for mismatch in mismatches:
     grpo.check_first_step(metrics | {'sampler_mismatch': mismatch}, config)
   with pytest.raises(AssertionError, match='sampler_mismatch'):
     grpo.check_first_step(metrics | {'sampler_mismatch': 1.06}, config)
@@ -663,8 +663,8 @@ def test_the_first_step_allows_what_rounding_made_on_an_accelerator():
 
 @pytest.mark.parametrize('dtype, rounding', [('float32', 2e-7), ('bfloat16', 0.023)])
 @pytest.mark.parametrize('estimator', ['k1', 'abs', 'k1+'])
-def test_the_first_step_allows_rounding_in_a_kl_that_is_no_square(dtype, rounding, estimator):
-  """Two programs compute the two log-probs; the mean of |their difference| was 2e-7 in the 'tiny' preset."""
+def test_first_step_check_allows_rounding_in_a_kl_estimate_that_is_not_a_square(dtype, rounding, estimator):
+  """Two programs compute the two log-probs; the mean of the absolute difference was 2e-7 in the 'tiny' preset."""
   rl = dict(kl_coef=0.1, kl_estimator=estimator, kl_weighted=estimator == 'k1')
   config = config_of('grpo', model=dict(dtype=dtype), rl=rl)
   grpo.check_first_step({'ratio': 1.0, 'kl': rounding}, config)
@@ -673,8 +673,8 @@ def test_the_first_step_allows_rounding_in_a_kl_that_is_no_square(dtype, roundin
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_the_first_step_does_not_limit_a_ratio_of_whole_sequences(dtype):
-  """The ratio of VESPO is a product over hundreds of tokens; its other figures are still checked."""
+def test_first_step_check_does_not_limit_a_ratio_of_whole_sequences(dtype):
+  """The ratio of VESPO is a product over hundreds of tokens and must only be finite; the mismatch is still limited."""
   config = config_of('vespo', model=dict(dtype=dtype))
   grpo.check_first_step({'ratio': 1.6, 'sampler_mismatch': 1.00005}, config)
   with pytest.raises(AssertionError, match='sampler_mismatch'):

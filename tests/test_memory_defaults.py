@@ -1,4 +1,4 @@
-"""Defaults that fit: every recipe on the devices that it is for, and what is chosen on others."""
+"""Defaults by device memory: recipes fit the devices that they are for; others get smaller settings or advice."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ from jaxpost.stage import batch_shape, precompile, prepare
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 GIB = 2**30
-NOT_COMPILED = (  # by libtpu 0.0.42
+NOT_COMPILED = (  # an error of libtpu 0.0.42
   'RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (17.23G) exceeds '
   'available HBM (15.75G).'
 )
@@ -40,12 +40,10 @@ DEVICES = {
   'v6e-8': ('v6e', (2, 4)),
   'v5p-8': ('v5p', (2, 2, 1)),
 }
-# State alone, or state and one row, takes more than these have.
+# (recipe, device) whose state alone, or state and one row, takes more than the memory of the device
 TOO_LARGE = {(name, 'L4') for name in ('lfm2_gsm8k', 'ppo_gsm8k', 'sft_rm_ppo', 'tools_gsm8k')}
 TOO_LARGE |= {('tools_gsm8k', 'A100-40')}
-
-
-LEAST = {'model.remat': 'full', 'train.micro_batch_size': 1}
+SMALLEST = {'model.remat': 'full', 'train.micro_batch_size': 1}
 
 
 def machine(device, **chip):
@@ -55,25 +53,25 @@ def machine(device, **chip):
 
 @functools.cache
 def planned(name, arg=None):
-  """The stages of a recipe, without weights or data."""
+  """Returns the stages of a recipe, prepared without weights or data."""
   return dry_run.prepare_all(prepare.as_dict(importlib.import_module(f'configs.{name}').get_config(arg)))
 
 
 def stage(name, arg=None, **settings):
-  """The stage of a recipe; settings are written section__field=value."""
+  """Returns the only stage of a recipe, with settings written section__field=value."""
   (p,) = planned(name, arg)
   return search.vary(p, {k.replace('__', '.'): v for k, v in settings.items()})
 
 
-def needed(p, where, found):
-  """(bytes of an update, bytes while sampling) with what was chosen."""
-  needs = defaults.room(p, where).needs(p, found)
+def needed(p, where, chosen):
+  """Returns (bytes of an update, bytes while sampling) of a stage on a machine with the chosen settings."""
+  needs = defaults.room(p, where).needs(p, chosen)
   return needs.updating, needs.sampling
 
 
 @pytest.mark.parametrize('name', RECIPES)
-def test_a_recipe_fits(name):
-  """Nothing is set in addition; all docstrings name devices of 80 GB."""
+def test_recipe_fits_every_device_but_those_known_to_be_too_small(name):
+  """The recipe is taken as it is. All docstrings name devices of 80 GB."""
   assert '80 GB' in ' '.join(importlib.import_module(f'configs.{name}').__doc__.split())
   too_large = set()
   for device in DEVICES:
@@ -83,7 +81,7 @@ def test_a_recipe_fits(name):
   assert too_large == {x for x in TOO_LARGE if x[0] == name}
 
 
-def test_a_recipe_for_eight_devices_fits_eight_h100_and_no_v5e_8():
+def test_recipe_for_eight_devices_fits_eight_h100_but_not_v5e_8():
   for name in FOR_EIGHT:
     for device, fits in (('8xH100', True), ('v5e-8', False)):
       where = machine(device)
@@ -91,124 +89,122 @@ def test_a_recipe_for_eight_devices_fits_eight_h100_and_no_v5e_8():
       assert [x <= 0.9 * where.memory for x in needs] == [fits] * 2, (name, device)
 
 
-def test_what_fits_stays_as_it_is():
+def test_settings_that_fit_are_not_changed():
   for device in ('H100', 'v5p-8', '8xH100'):
     assert defaults.choose(stage('sft_gsm8k'), machine(device)) == {}
   assert defaults.choose(stage('sft_gsm8k'), machines.parse('cpu')) == {}
   assert defaults.choose(stage('sft_gsm8k'), machine('L4', memory=0.0)) == {}
 
 
-def test_less_memory_means_less_at_a_time():
-  """The smaller device never gets more sequences or rows at a time."""
-  p, before = stage('grpo_gsm8k'), (10**9, 10**9)
+def test_less_memory_never_means_more_slots_or_rows():
+  """Choices are compared from 80 to 20 GB; at the end there are fewer sequences and rows at a time than by default."""
+  p, previous = stage('grpo_gsm8k'), (10**9, 10**9)
   for gib in (80, 40, 24, 20):
     where = machine('H100', memory=gib * GIB)
-    found = defaults.choose(p, where)
-    assert max(needed(p, where, found)) <= 0.9 * 0.92 * gib * GIB
-    now = found.get('rollout.slots', 256), found.get('train.micro_batch_size', 10)
-    assert now <= before and now[1] <= before[1]
-    before = now
-  assert before < (256, 10)
+    chosen = defaults.choose(p, where)
+    assert max(needed(p, where, chosen)) <= 0.9 * 0.92 * gib * GIB
+    current = chosen.get('rollout.slots', 256), chosen.get('train.micro_batch_size', 10)
+    assert current <= previous and current[1] <= previous[1]
+    previous = current
+  assert previous < (256, 10)
 
 
-def test_recomputing_all_is_chosen_only_where_it_is_needed():
-  """The memory lies between what one row takes with its results kept, and without."""
+def test_full_remat_is_chosen_only_where_it_is_needed():
+  """The memory of the device lies between what one row takes with full recomputation, and without it."""
   p = stage('sft_gsm8k', 'model=qwen3_1_7b', train__batch_size=1, train__row_length=16384, eval__samples=0)
-  kept, (less, _) = (needed(p, machine('H100'), {'model.remat': remat}) for remat in ('dots', 'full'))
-  assert kept[0] > 1.2 * less
-  room = (kept[0] + less) / 2 / 0.9 / 0.92
-  assert defaults.choose(p, machine('H100', memory=room)) == {'model.remat': 'full'}
-  assert defaults.choose(p, machine('H100', memory=kept[0] / 0.8)) == {}
+  with_dots, (full_update, _) = (needed(p, machine('H100'), {'model.remat': remat}) for remat in ('dots', 'full'))
+  assert with_dots[0] > 1.2 * full_update
+  memory = (with_dots[0] + full_update) / 2 / 0.9 / 0.92
+  assert defaults.choose(p, machine('H100', memory=memory)) == {'model.remat': 'full'}
+  assert defaults.choose(p, machine('H100', memory=with_dots[0] / 0.8)) == {}
 
 
-def test_memory_of_a_t4_is_that_of_attention_by_xla():
-  """XLA compiles no Triton for it: attention weights are there, and decoding copies the cache that it reads."""
+def test_memory_estimate_of_a_t4_is_of_attention_by_xla():
+  """XLA compiles no Triton for a T4: attention weights take memory, and decoding copies the cache that it reads."""
   t4 = machines.Topology('T4', 't4', CHIPS['t4'], (1, 1, 1))
   with_kernels = dataclasses.replace(t4, name='l4')
   p = stage('grpo_gsm8k', model__dtype='float16', model__remat='dots', rollout__slots=32)
   by_name = search.vary(p, {'model.attention': 'chunked'})
-  found, kernels, xla = (
+  of_t4, kernels, xla = (
     defaults.room(x, where).needs(x) for x, where in ((p, t4), (p, with_kernels), (by_name, with_kernels))
   )
-  assert found == xla and found.updating != kernels.updating and found.sampling > 1.1 * kernels.sampling
+  assert of_t4 == xla and of_t4.updating != kernels.updating and of_t4.sampling > 1.1 * kernels.sampling
 
 
-def test_memory_of_split_rows_on_gpus_is_that_of_attention_by_xla():
-  """The Triton kernel reads whole rows; see `attention_kernels.refused`."""
+def test_memory_estimate_of_split_rows_on_gpus_is_of_attention_by_xla():
+  """The Triton kernel needs whole rows; see `attention_kernels.refused`."""
   p = stage('sft_text', train__row_length=16384, train__batch_size=8, model__remat='dots')
-  one, context = (
-    dict(data=1, fsdp=8, expert=1, context=1, tensor=1),
-    dict(data=1, fsdp=4, expert=1, context=2, tensor=1),
-  )
+  whole = dict(data=1, fsdp=8, expert=1, context=1, tensor=1)
+  split = dict(data=1, fsdp=4, expert=1, context=2, tensor=1)
   by_name = search.vary(p, {'model.attention': 'chunked'})
-  for sizes, same in (one, False), (context, True):
-    found, xla = (arithmetic.estimate(x.inputs, machine('8xH100'), sizes, one).updating for x in (p, by_name))
-    assert (found == xla) is same
+  for sizes, same in (whole, False), (split, True):
+    default, xla = (arithmetic.estimate(x.inputs, machine('8xH100'), sizes, whole).updating for x in (p, by_name))
+    assert (default == xla) is same
 
 
-def test_what_is_set_stays():
-  given = stage('dpo_hh', model__remat='dots', train__micro_batch_size=2, rollout__slots=100, eval__samples=1)
-  assert defaults.choose(given, machine('L4')) == {}
+def test_fields_that_a_config_sets_are_not_changed():
+  all_set = stage('dpo_hh', model__remat='dots', train__micro_batch_size=2, rollout__slots=100, eval__samples=1)
+  assert defaults.choose(all_set, machine('L4')) == {}
   small = machine('L4', memory=18 * GIB)
   assert set(defaults.choose(stage('dpo_hh', model__remat='full'), small)) == {'train.micro_batch_size'}
   assert defaults.choose(stage('dpo_hh', model__remat='none'), machine('L4')) == {}
 
 
-def test_evaluation_counts():
-  """SFT samples for its evaluation only, beside the optimizer."""
-  found = defaults.choose(stage('sft_gsm8k'), machine('L4'))
-  assert found['rollout.slots'] < 256
+def test_slots_of_evaluation_are_chosen_beside_the_optimizer():
+  """SFT samples for its evaluation only, while the optimizer states stay on the device."""
+  chosen = defaults.choose(stage('sft_gsm8k'), machine('L4'))
+  assert chosen['rollout.slots'] < 256
   assert 'rollout.slots' not in defaults.choose(stage('sft_gsm8k', eval__samples=0), machine('L4'))
 
 
 @pytest.mark.parametrize('prompts, group', [(128, 8), (256, 4), (512, 1)])
-def test_a_step_of_more_prompts_does_not_leave_fewer_slots(prompts, group):
-  """Prompts wait without a prefix until slots are free: 32 prompts of 8 have as many slots as 512."""
-  given = dict(rollout__max_prompt_length=1024, rollout__prompts=prompts, rollout__group_size=group)
-  found = defaults.choose(stage('grpo_gsm8k', 'model=qwen3_1_7b', **given), machine('H100'))
-  assert found['rollout.slots'] >= 64 and 'rollout.offload' not in found
+def test_more_prompts_a_step_do_not_reduce_slots(prompts, group):
+  """Waiting prompts hold no prefix until slots are free, so that steps of many prompts keep at least 64 slots."""
+  settings = dict(rollout__max_prompt_length=1024, rollout__prompts=prompts, rollout__group_size=group)
+  chosen = defaults.choose(stage('grpo_gsm8k', 'model=qwen3_1_7b', **settings), machine('H100'))
+  assert chosen['rollout.slots'] >= 64 and 'rollout.offload' not in chosen
 
 
-def test_samplers_of_their_own_have_no_optimizer_beside_them():
+def test_sampler_without_an_optimizer_beside_it_gets_more_slots():
   where = machines.Topology('two', 'a100', CHIPS['a100'], (1, 1, 2))
-  apart = defaults.choose(stage('ppo_gsm8k', mesh__rollout_devices=1), where)
-  beside = defaults.choose(stage('ppo_gsm8k'), machine('A100-40'))
-  assert apart.get('rollout.slots', 256) > beside['rollout.slots']
-  parked = defaults.choose(stage('ppo_gsm8k', rollout__offload=True), machine('A100-40'))
-  assert parked.get('rollout.slots', 256) > beside['rollout.slots']
+  own_devices = defaults.choose(stage('ppo_gsm8k', mesh__rollout_devices=1), where)
+  shared = defaults.choose(stage('ppo_gsm8k'), machine('A100-40'))
+  assert own_devices.get('rollout.slots', 256) > shared['rollout.slots']
+  offloaded = defaults.choose(stage('ppo_gsm8k', rollout__offload=True), machine('A100-40'))
+  assert offloaded.get('rollout.slots', 256) > shared['rollout.slots']
 
 
-def test_rows_of_data_split_evenly():
+def test_chosen_micro_batch_divides_the_batch():
   for gib in range(12, 40, 4):
-    found = defaults.choose(stage('dpo_hh'), machine('H100', memory=gib * GIB))
-    assert 32 % found['train.micro_batch_size'] == 0
+    chosen = defaults.choose(stage('dpo_hh'), machine('H100', memory=gib * GIB))
+    assert 32 % chosen['train.micro_batch_size'] == 0
 
 
-def test_an_unknown_gpu_has_its_memory_only():
-  """Speeds are compared, and only ratios count."""
+def test_unknown_gpu_gets_settings_by_its_memory_alone():
+  """Its speed is unknown, but speeds of settings are only compared with each other."""
   where = machines.Topology('1 x RTX', 'gpu', Chip('NVIDIA RTX', 0.0, 24e9), (1,), owned=tuple(jax.devices()[:1]))
-  found = defaults.choose(stage('grpo_gsm8k'), where)
-  assert found['rollout.slots'] < 256 and max(needed(stage('grpo_gsm8k'), machine('L4'), found)) < 0.9 * 24e9
+  chosen = defaults.choose(stage('grpo_gsm8k'), where)
+  assert chosen['rollout.slots'] < 256 and max(needed(stage('grpo_gsm8k'), machine('L4'), chosen)) < 0.9 * 24e9
 
 
-def test_what_cannot_fit_is_as_small_as_can_be():
+def test_stage_that_cannot_fit_gets_the_smallest_settings():
   p = stage('tools_gsm8k')
-  found = defaults.choose(p, machine('L4', memory=8e9))
-  assert found == LEAST | {'rollout.slots': 2, 'rollout.offload': True}
+  chosen = defaults.choose(p, machine('L4', memory=8e9))
+  assert chosen == SMALLEST | {'rollout.slots': 2, 'rollout.offload': True}
 
 
-def test_a_run_takes_what_fits_and_says_so(monkeypatch, tmp_path):
-  """On CPUs that are taken for a GPU with little memory."""
+def test_run_chooses_settings_by_memory_and_refuses_what_cannot_fit(monkeypatch, tmp_path):
+  """The CPU is taken for a GPU with little memory."""
   model = tiny.folder(tmp_path / 'model')
   config = tiny.grpo_config(model, train=dict(steps=1), rollout=dict(prompts=4, group_size=8))
   (p,) = stages.with_meshes(prepare.prepare_all(prepare.as_dict(config)), None)
   where = machines.Topology('toy', 'gpu', Chip('toy', 1e12, 1e12, 1e12), (1,), owned=tuple(jax.devices()[:1]))
-  least, most = (
+  low, high = (
     max(needed(p, where, f)) for f in ({'rollout.slots': 8, 'train.micro_batch_size': 1}, {'rollout.slots': 32})
   )
   held = defaults.room(p, where).needs(p, {'model.remat': 'full'}).held
   p.close()
-  small = dataclasses.replace(where, chip=dataclasses.replace(where.chip, memory=(least + most) / 2 / 0.9))
+  small = dataclasses.replace(where, chip=dataclasses.replace(where.chip, memory=(low + high) / 2 / 0.9))
   monkeypatch.setattr(machines, 'here', lambda devices: small)
   monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
   jaxpost.run(config, tmp_path / 'run')
@@ -217,12 +213,12 @@ def test_a_run_takes_what_fits_and_says_so(monkeypatch, tmp_path):
   assert chosen.keys() & {'rollout.slots', 'train.micro_batch_size'}
   if 'rollout.slots' in chosen:
     assert int(chosen['rollout.slots'].split()[0]) < 32
-  # Weights and moments alone are exact: what is short of them is refused before they are read.
+  # The size of weights and moments is exact: a device with less memory is refused before they are read.
   small = dataclasses.replace(where, chip=dataclasses.replace(where.chip, memory=float(held - 1)))
   with pytest.raises(InputError, match='weights and optimizer states take .*; nothing fits up to 128 times'):
     jaxpost.run(config, tmp_path / 'refused')
   assert not (tmp_path / 'refused/plan.json').exists()
-  # All else when the compiler has counted.
+  # Other needs are refused once the compiler has counted them.
   monkeypatch.setattr(machines, 'here', lambda devices: where)
   check = nearest.check_programs
   monkeypatch.setattr(nearest, 'check_programs', lambda p, where, found, _: check(p, where, found, Device(2**20)))
@@ -230,7 +226,7 @@ def test_a_run_takes_what_fits_and_says_so(monkeypatch, tmp_path):
     jaxpost.run(config, tmp_path / 'run2')
   assert not (tmp_path / 'run2/metrics.jsonl').exists()
 
-  # And when it compiles nothing so large.
+  # So are programs so large that the compiler fails.
   def compile_all(placed, *_):
     placed.ledger.begin('update')
     raise jax.errors.JaxRuntimeError(NOT_COMPILED)
@@ -241,7 +237,7 @@ def test_a_run_takes_what_fits_and_says_so(monkeypatch, tmp_path):
 
 
 class Device:
-  """A device that says its memory, or nothing."""
+  """A device that reports this memory, or none if `limit` is None."""
 
   device_kind = 'small'
 
@@ -249,23 +245,23 @@ class Device:
     self.memory_stats = lambda: limit and dict(bytes_limit=limit)
 
 
-def test_programs_that_do_not_fit_are_refused_with_the_nearest_that_do():
+def test_programs_that_do_not_fit_are_refused_with_the_nearest_settings_that_do():
   p, where = stage('grpo_gsm8k', rollout__slots=256), machine('A100')
-  found = dict(update=2**30, generate=100 * 2**30, peak=100 * 2**30)
-  nearest.check_programs(p, where, found, Device(None))  # CPUs do not say
-  nearest.check_programs(p, where, found, Device(100 * 2**30))
+  bytes_of_programs = dict(update=2**30, generate=100 * 2**30, peak=100 * 2**30)
+  nearest.check_programs(p, where, bytes_of_programs, Device(None))  # as CPUs, which do not report their memory
+  nearest.check_programs(p, where, bytes_of_programs, Device(100 * 2**30))
   with pytest.raises(InputError) as error:
-    nearest.check_programs(p, where, found, Device(70 * 2**30))
+    nearest.check_programs(p, where, bytes_of_programs, Device(70 * 2**30))
   assert str(error.value) == (
     'generate needs 100.0 GiB of memory, of which a device (small) has 70.0; the nearest that fits, by arithmetic: '
     '--config.rollout.slots=128'
   )
   with pytest.raises(InputError, match='take config.model.remat=full'):
-    nearest.check_programs(p, machine('A100', memory=0.0), found, Device(70 * 2**30))
+    nearest.check_programs(p, machine('A100', memory=0.0), bytes_of_programs, Device(70 * 2**30))
 
 
-def test_what_xla_for_tpu_does_not_compile_is_refused_with_the_nearest_that_fits(monkeypatch):
-  """It compiles no program whose temporaries are more than the memory."""
+def test_plan_of_a_program_that_xla_cannot_compile_names_the_nearest_settings_that_fit(monkeypatch):
+  """XLA for TPUs does not compile a program whose temporaries take more than the memory."""
 
   def compile_all(placed, *_):
     placed.ledger.begin('update')
@@ -288,20 +284,20 @@ def test_what_xla_for_tpu_does_not_compile_is_refused_with_the_nearest_that_fits
   assert ledger.refused(jax.errors.JaxRuntimeError(NOT_COMPILED)) == {'generate': int(17.23 * GIB)}
 
 
-def test_optimizer_states_leave_before_few_sequences_are_sampled_at_a_time():
-  """They leave where 8 sequences do not fit beside them, and never where something else reads them meanwhile."""
+def test_optimizer_is_offloaded_before_fewer_than_8_slots_are_chosen():
+  """It is offloaded where 8 sequences do not fit beside it, and never where training goes on while sampling."""
   for gib in range(32, 12, -2):
     where, p = machine('H100', memory=gib * GIB), stage('ppo_gsm8k')
-    found = defaults.choose(p, where)
-    if found.get('rollout.offload'):
-      assert needed(p, where, LEAST | {'rollout.slots': 8})[1] > 0.9 * 0.92 * gib * GIB
+    chosen = defaults.choose(p, where)
+    if chosen.get('rollout.offload'):
+      assert needed(p, where, SMALLEST | {'rollout.slots': 8})[1] > 0.9 * 0.92 * gib * GIB
       break
-  assert 8 <= found['rollout.slots'] < 256 and gib < 32
-  kept = stage('ppo_gsm8k', rollout__staleness=1)
-  assert 'rollout.offload' not in defaults.choose(kept, where)
+  assert 8 <= chosen['rollout.slots'] < 256 and gib < 32
+  stale = stage('ppo_gsm8k', rollout__staleness=1)
+  assert 'rollout.offload' not in defaults.choose(stale, where)
 
 
-# Config, device, and the only flags that its refusal names.
+# Settings of a stage, device, and the advice of its refusal
 NEAREST = [
   (dict(name='grpo_gsm8k', rollout__slots=256), 'L4', '--config.rollout.slots=64'),
   (dict(name='sft_gsm8k', train__micro_batch_size=16, model__remat='dots'), 'L4', '--config.train.micro_batch_size=4'),
@@ -312,20 +308,20 @@ NEAREST = [
 
 
 @pytest.mark.parametrize('config, device, flags', NEAREST)
-def test_the_nearest_that_fits(config, device, flags):
+def test_advice_names_the_nearest_settings_that_fit(config, device, flags):
   where = machine(device)
   p = defaults.fitted(stage(**config), where)
   assert nearest.advice(p, where) == f'the nearest that fits, by arithmetic: {flags}'
-  if config.get('model__remat') != 'dots':  # as it is, it does not fit
+  if config.get('model__remat') != 'dots':  # the other settings do not fit as they are
     assert not defaults.room(p, where).fits(p)
 
 
-def test_the_nearest_fits_by_the_account_of_the_compiler():
-  """Fewer sequences where it counts more; every setting is named, as the run itself would choose more."""
+def test_advice_scales_the_estimate_to_the_count_of_the_compiler():
+  """Where the compiler counts more than the estimate, the advice is fewer sequences."""
   p, where = defaults.fitted(stage('grpo_gsm8k', rollout__slots=256), machine('A100')), machine('A100')
   assert p.by_memory == {} and defaults.room(p, where).fits(p)
-  (found,) = nearest.nearest(p, dataclasses.replace(defaults.room(p, where), scale=(1.0, 3.0)))
-  assert found.settings == {'rollout.slots': 64}
+  (nearest_fit,) = nearest.nearest(p, dataclasses.replace(defaults.room(p, where), scale=(1.0, 3.0)))
+  assert nearest_fit.settings == {'rollout.slots': 64}
   needs = defaults.room(p, where).needs(p)
   text = nearest.advice(p, where, 'generate', 3 * needs.sampling)
   assert text.endswith(': --config.rollout.slots=64')
@@ -337,6 +333,6 @@ def test_the_nearest_fits_by_the_account_of_the_compiler():
   assert text.endswith(': --config.rollout.slots=64')
 
 
-def test_meshes_are_compared_with_the_rows_that_runs_take():
+def test_meshes_are_compared_at_the_micro_batch_tokens_of_gpus_and_tpus():
   tokens = inspect.signature(batch_shape.batch_shape).parameters['tokens'].default
   assert all(compute_for(platform, 'auto', 'auto').micro_tokens == tokens for platform in ('gpu', 'tpu'))

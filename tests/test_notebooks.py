@@ -1,6 +1,6 @@
-"""Every notebook runs, shortened, in a kernel of its own, and is stored bare.
+"""Notebooks: each runs, shortened, in a kernel of its own, is stored without outputs, and matches the docs' outputs.
 
-The working directory is an empty folder, as the checkout is on PYTHONPATH.
+They run in an empty working directory, with the checkout on PYTHONPATH.
 """
 
 import json
@@ -15,8 +15,8 @@ nbformat = pytest.importorskip('nbformat')
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 FILES = sorted((CLONE / 'notebooks').glob('*.ipynb'))
-# Patterns that the outputs of a notebook must contain, in this order.
-WANTED = {
+# Patterns that the outputs of a notebook must contain, in this order
+OUTPUTS = {
   '01_sft_then_grpo': (
     r'Device',
     r'\d\+\d+=<\|im_end\|>',
@@ -84,6 +84,7 @@ WANTED = {
     r"'model\.safetensors'",
   ),
 }
+# Number of figures in the outputs
 FIGURES = {
   '01_sft_then_grpo': 2,
   '02_your_algorithm': 3,
@@ -91,8 +92,9 @@ FIGURES = {
   '04_your_model': 1,
   '05_lora_your_reward': 1,
 }
-# Trained tokens of a preview are green.
+# Notebooks with a preview of training data, in which trained tokens are green
 GREEN = ('01_sft_then_grpo',)
+# Files that a run of the notebook must write, in a folder of runs/
 FILES_MADE = {
   '01_sft_then_grpo': (
     'sft/summary.json',
@@ -126,13 +128,13 @@ def name(path):
   return path.stem
 
 
-def test_there_are_notebooks():
-  assert [f.stem for f in FILES] == sorted(WANTED)
+def test_every_notebook_has_expected_outputs():
+  assert [f.stem for f in FILES] == sorted(OUTPUTS)
 
 
 @pytest.mark.parametrize('path', FILES, ids=name)
-def test_stored_bare(path):
-  """No outputs, no traces of a machine; every cell is Python."""
+def test_notebook_is_stored_without_outputs_and_traces_of_a_machine(path):
+  """Every code cell is also valid Python with lines of at most 80 characters."""
   book = read(path)
   code = [cell for cell in book.cells if cell.cell_type == 'code']
   assert not [cell.id for cell in code if cell.outputs]
@@ -142,21 +144,21 @@ def test_stored_bare(path):
     compile(cell.source, cell.id, 'exec')
     assert max(map(len, cell.source.splitlines())) <= 80, cell.id
   text = path.read_text('utf-8')
-  found = re.findall(r'/(?:home|root|work|tmp|Users|content|mnt|usr)/|[A-Z]:\\\\|~/', text)
-  assert not found, found
+  paths = re.findall(r'/(?:home|root|work|tmp|Users|content|mnt|usr)/|[A-Z]:\\\\|~/', text)
+  assert not paths, paths
   kernel = book.metadata.kernelspec
   assert (kernel.name, set(book.metadata)) == ('python3', {'kernelspec', 'language_info'})
 
 
 @pytest.mark.parametrize('path', sorted((CLONE / 'docs/notebook_outputs').glob('*.json')), ids=name)
-def test_outputs_of_the_site_are_of_this_notebook(path):
-  """They are of the code that is there, show no machine, and have what a run of the notebook has to show."""
+def test_stored_outputs_of_the_docs_are_of_the_current_notebook(path):
+  """They are of the same code, have its figures, and show no path of a machine and no error."""
   stored = json.loads(path.read_text('utf-8'))
   cells = [cell for cell in read(CLONE / f'notebooks/{path.stem}.ipynb').cells if cell.cell_type == 'code']
-  again = f'run python docs/make_notebook_outputs.py {path.stem}'
-  assert stored['code'] == [cell.source for cell in cells], again
+  hint = f'run python docs/make_notebook_outputs.py {path.stem}'
+  assert stored['code'] == [cell.source for cell in cells], hint
   assert len(stored['outputs']) == len(cells)
-  outputs = [output for shown in stored['outputs'] for output in shown]
+  outputs = [output for outputs_of_cell in stored['outputs'] for output in outputs_of_cell]
   assert sum('image/png' in output.get('data', {}) for output in outputs) == FIGURES[path.stem]
   text = json.dumps([{**output, 'data': {**output.get('data', {}), 'image/png': ''}} for output in outputs])
   assert not re.findall(r'/(?:home|root|work|tmp|Users|content|mnt|usr)/|Traceback|"stderr"', text)
@@ -164,7 +166,7 @@ def test_outputs_of_the_site_are_of_this_notebook(path):
 
 
 @pytest.mark.parametrize('path', FILES, ids=name)
-def test_runs(path, tmp_path, monkeypatch):
+def test_notebook_runs_and_shows_the_expected_outputs(path, tmp_path, monkeypatch):
   monkeypatch.setenv('JAXPOST_SHORT', '1')
   monkeypatch.setenv('PYTHONPATH', os.pathsep.join([str(CLONE), *filter(None, [os.environ.get('PYTHONPATH')])]))
   monkeypatch.setenv('IPYTHONDIR', str(tmp_path / 'ipython'))
@@ -173,12 +175,12 @@ def test_runs(path, tmp_path, monkeypatch):
   book = read(path)
   nbclient.NotebookClient(book, timeout=600, resources={'metadata': {'path': str(work)}}).execute()
   outputs = [output for cell in book.cells if cell.cell_type == 'code' for output in cell.outputs]
-  text, at = '\n'.join(map(text_of, outputs)), 0
+  text, position = '\n'.join(map(text_of, outputs)), 0
   text = re.sub(r'\x1b\[[\d;]*m', '', text)
-  for wanted in WANTED[path.stem]:
-    found = re.compile(wanted).search(text, at)
-    assert found, f'no {wanted!r} after {text[max(0, at - 200) : at]!r}'
-    at = found.end()
+  for pattern in OUTPUTS[path.stem]:
+    match = re.compile(pattern).search(text, position)
+    assert match, f'no {pattern!r} after {text[max(0, position - 200) : position]!r}'
+    position = match.end()
   figures = ['image/png' in output.get('data', {}) for output in outputs]
   assert sum(figures) == FIGURES[path.stem]
   green = [o for o in outputs if 'color: #008000' in o.get('data', {}).get('text/html', '')]

@@ -1,6 +1,7 @@
-"""Defects that were found in comparable libraries, and the test that would catch each of them here.
+"""Defects that were found in comparable libraries, and what catches each here.
 
-`CAUGHT_BY` names these tests. Some are in the test file of the code concerned, the others are below.
+`CAUGHT_BY` names the tests that live with the code they are of; the rest
+stand below.
 """
 
 import ast
@@ -25,13 +26,13 @@ from jaxpost.stage import config as config_lib
 
 TESTS = pathlib.Path(__file__).parent
 CAUGHT_BY = {
-  'finished rows go on decoding': 'test_sampler.py:test_samples_do_not_depend_on_slots_and_blocks',
+  'finished rows go on decoding': 'test_sampler.py:test_slots_and_blocks_do_not_matter',
   'a group is prefilled once for each sample': 'test_peer_defects.py:test_a_group_reads_its_prompt_once',
   'another temperature compiles again': 'test_peer_defects.py:test_sampling_parameters_compile_nothing',
   'the cache is replicated': 'test_peer_defects.py:test_the_cache_is_split_over_the_batch_axes',
-  'each process trains on all samples': 'test_processes.py:test_each_group_is_graded_once_by_one_of_two',
-  'PPO rounds rewards': 'test_ppo.py:test_rewards_are_not_rounded',
-  'PPO KL at a temperature': 'test_ppo.py:test_first_step_is_on_policy_at_any_temperature',
+  'each process trains on all samples': 'test_processes.py:test_each_group_is_graded_by_one_process_only',
+  'PPO rounds rewards': 'test_ppo.py:test_fractional_rewards_reach_the_returns_unrounded',
+  'PPO KL at a temperature': 'test_ppo.py:test_first_step_is_on_policy_at_a_temperature_below_1',
   'GRPO KL at a temperature': 'test_peer_defects.py:test_log_probs_share_one_temperature',
   'the same draws each step': 'test_sampler.py:test_another_step_draws_other_tokens',
   'stale stop ids': 'test_peer_defects.py:test_sampling_parameters_compile_nothing',
@@ -39,22 +40,22 @@ CAUGHT_BY = {
   'k1 KL in the loss by default': 'test_peer_defects.py:test_the_default_kl_has_a_gradient',
   'ratio silently 1': 'test_peer_defects.py:test_later_updates_are_off_policy',
   'overlong penalty in characters': 'test_peer_defects.py:test_overlong_counts_tokens',
-  'dynamic sampling ignored': 'test_grpo_family.py:test_dynamic_sampling_fills_the_batch',
+  'dynamic sampling ignored': 'test_grpo_family.py:test_dynamic_sampling_fills_the_batch_with_varied_groups',
   'the list of rewards is changed': 'test_peer_defects.py:test_the_config_is_not_changed',
-  'resume replays the data': 'test_resume.py:test_run_killed_at_random_moments_resumes_bitwise',
+  'resume replays the data': 'test_resume.py:test_killed_at_any_moment',
   'all logits at once': 'test_head.py:test_the_update_never_holds_all_logits',
   'rows padded to the longest possible': 'test_peer_defects.py:test_short_completions_share_rows',
   'left padding': 'test_peer_defects.py:test_short_completions_share_rows',
-  'rewards without a timeout': 'test_rewards_pool.py:test_hanging_group_does_not_delay_other_groups',
+  'rewards without a timeout': 'test_rewards_pool.py:test_a_hang_costs_the_others_nothing',
   'a failed reward is 0': 'test_rewards_pool.py:test_a_bad_reward_masks_its_group_only',
-  'text is tokenised again for training': 'test_peer_defects.py:test_trained_tokens_are_the_sampled_tokens',
-  'loss depends on the accumulation': 'test_grpo_family.py:test_loss_does_not_depend_on_the_layout',
-  'NaN of a group of one': 'test_losses_advantages.py:test_singletons_both_ways',
+  'text is tokenised again for training': 'test_peer_defects.py:test_trained_tokens_are_those_that_were_sampled',
+  'loss depends on the accumulation': 'test_grpo_family.py:test_loss_and_gradients_do_not_depend_on_the_layout_of_rows',
+  'NaN of a group of one': 'test_losses_advantages.py:test_group_of_one_keeps_its_reward_only_with_singleton_raw',
 }
 
 
 @pytest.mark.parametrize('defect', CAUGHT_BY)
-def test_defect_has_a_test(defect):
+def test_has_a_test(defect):
   file, _, name = CAUGHT_BY[defect].partition(':')
   tree = ast.parse((TESTS / file).read_text())
   names = [n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
@@ -66,31 +67,31 @@ def model(tmp_path_factory):
   return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
 
 
-def policy_and_stream(model, **over):
+def parts(model, **over):
   return jaxpost.policy_and_stream(tiny.grpo_config(model, **over))
 
 
 def test_sampling_parameters_compile_nothing(model):
-  """Temperature, top-k, top-p, stop ids and lengths are arguments of the compiled programs, not constants."""
-  _, stream = policy_and_stream(model)
+  """Temperature, top-k, top-p, stop ids and lengths are arrays."""
+  _, stream = parts(model)
   try:
     next(stream)
     engine = stream.sampler.engine
-    programs_before = len(engine.programs.ledger.rows)
+    before = len(engine.programs.ledger.rows)
     prompts, _ = next(stream.prompts)
     stream.engine.load(stream.roles.policy.params, 0)
-    rollouts = [
+    made = [
       stream.sampler(prompts, 4, 0, **options)
       for options in (dict(temperature=0.0), dict(temperature=0.5, top_k=3), dict(top_p=0.5), dict(max_tokens=2))
     ]
-    assert len(engine.programs.ledger.rows) == programs_before
-    assert rollouts[-1].lengths.max() == 2
-    # Stop ids are read for each rollout, too: with the first greedy token as stop id, sampling stops after it.
-    first = int(rollouts[0].completions[0, 0])
+    assert len(engine.programs.ledger.rows) == before
+    assert made[-1].lengths.max() == 2
+    # Stop ids are read again as well: stop at the first greedy token.
+    first = int(made[0].completions[0, 0])
     engine.config = dataclasses.replace(engine.config, stop_ids=(first,) * len(engine.config.stop_ids))
     stopped = stream.sampler(prompts, 4, 0, temperature=0.0)
     assert stopped.lengths[0] == 1 and stopped.finished[0]
-    assert len(engine.programs.ledger.rows) == programs_before
+    assert len(engine.programs.ledger.rows) == before
   finally:
     stream.close()
 
@@ -108,22 +109,17 @@ def test_the_cache_is_split_over_the_batch_axes():
 
 
 def test_a_group_reads_its_prompt_once(model):
-  _, stream = policy_and_stream(model, rollout=dict(prompts=3, group_size=8, slots=4))
-  engine, prefilled = stream.sampler.engine, []
+  _, stream = parts(model, rollout=dict(prompts=3, group_size=8, slots=4))
+  engine, read = stream.sampler.engine, []
   prefill = engine.prefill
-
-  def counted_prefill(texts, rows=0):
-    prefilled.extend(tuple(t) for t in texts)
-    return prefill(texts, rows)
-
-  engine.prefill = counted_prefill
+  engine.prefill = lambda texts, rows=0: (read.extend(tuple(t) for t in texts), prefill(texts, rows))[1]
   try:
     prompts, _ = next(stream.prompts)
     stream.engine.load(stream.roles.policy.params, 0)
     stream.sampler(prompts, 8, 0)
   finally:
     stream.close()
-  assert sorted(prefilled) == sorted({tuple(p.tokens) for p in prompts})
+  assert sorted(read) == sorted({tuple(p.tokens) for p in prompts})
 
 
 def test_log_probs_share_one_temperature(model, tmp_path):
@@ -132,11 +128,11 @@ def test_log_probs_share_one_temperature(model, tmp_path):
   )
   (row,) = [r for r in metrics.read_rows(tmp_path / 'metrics.jsonl') if r['split'] == 'train']
   assert row['sampler_mismatch'] == pytest.approx(1, abs=1e-5)
-  assert abs(row['kl']) < 1e-8  # in the first step, the reference equals the policy
+  assert abs(row['kl']) < 1e-8  # the reference is the policy
 
 
 def test_the_sampler_has_the_newest_weights(model, tmp_path):
-  """At every step, the log-probs of the sampler are those of the updated policy."""
+  """At every step the sampler's log-probs are those of the policy."""
   jaxpost.run(tiny.grpo_config(model, train=dict(steps=4), optim=dict(lr=5e-2)), tmp_path)
   rows = [r for r in metrics.read_rows(tmp_path / 'metrics.jsonl') if r['split'] == 'train']
   assert rows[0]['loss'] != rows[-1]['loss']
@@ -146,7 +142,7 @@ def test_the_sampler_has_the_newest_weights(model, tmp_path):
 
 @pytest.mark.parametrize('correction', ['token_truncated', 'sequence_truncated', 'sequence_mask', 'opsm'])
 def test_truncated_sampling_is_on_policy(model, tmp_path, correction):
-  """The probability that top-p cuts off does not count as a mismatch of sampler and trainer (TRL #6789)."""
+  """The mass that top-p leaves out is no difference between sampler and trainer (TRL #6789)."""
   over = dict(rollout=dict(top_p=0.5), rl=dict(importance=(correction,)))
   jaxpost.run(tiny.grpo_config(model, train=dict(steps=1), **over), tmp_path)
   row = next(r for r in metrics.read_rows(tmp_path / 'metrics.jsonl') if r['split'] == 'train')
@@ -162,7 +158,7 @@ def config_of(name, **over):
   return config_lib.resolve(next(iter(parsed.values())), algorithms.load_algorithm(name).defaults)
 
 
-def test_importance_correction_of_stale_rollouts_can_be_switched_off():
+def test_no_correction_can_be_asked_for():
   lagged = dict(rollout=dict(staleness=1))
   assert config_of('grpo', **lagged).rl.importance == ('token_truncated',)
   assert config_of('grpo', **lagged, rl=dict(importance=())).rl.importance == ()
@@ -172,15 +168,15 @@ def test_importance_correction_of_stale_rollouts_can_be_switched_off():
 def test_the_default_kl_has_a_gradient():
   assert config_of('grpo').rl.kl_estimator == 'k3'
   assert config_of('grpo').rl.kl_in == 'loss'
-  assert config_of('rloo').rl.kl_in == 'reward'  # in a reward, k1 is right
+  assert config_of('rloo').rl.kl_in == 'reward'  # where k1 is right
   for name in ('grpo', 'dapo', 'gspo', 'rloo', 'ppo'):
     assert config_of(name, rl=dict(kl_in='reward')).rl.kl_estimator == 'k1'
     assert config_of(name, rl=dict(kl_in='loss')).rl.kl_estimator == 'k3'
 
 
 def test_later_updates_are_off_policy(model):
-  """With several epochs over a rollout, old log-probs stay those at sampling time, so that the ratio leaves 1."""
-  policy, stream = policy_and_stream(model, rl=dict(epochs=3), optim=dict(lr=5e-2))
+  """The old log-probs stay those of the rollout."""
+  policy, stream = parts(model, rl=dict(epochs=3), optim=dict(lr=5e-2))
   try:
     item = next(stream)
   finally:
@@ -194,9 +190,9 @@ def test_later_updates_are_off_policy(model):
 
 
 def test_overlong_counts_tokens():
-  """The penalty depends on the 90 tokens of each completion, not on its characters."""
-  penalties = length.Overlong(max=100, buffer=20)(completion_ids=[list(range(90)), list(range(90))])
-  assert penalties == [-0.5, -0.5]
+  """Not characters: both have 90 tokens, of which one is a long word."""
+  found = length.Overlong(max=100, buffer=20)(completion_ids=[list(range(90)), list(range(90))])
+  assert found == [-0.5, -0.5]
 
 
 def test_the_config_is_not_changed(model):
@@ -215,21 +211,21 @@ def rollout():
 
 
 def test_short_completions_share_rows():
-  """Rows are filled from the left with as many sequences as fit, without gaps."""
-  samples = rollout()
-  mask = batching.completion_mask(samples)
-  total = int(batching.prompt_lengths(samples).sum() + samples.lengths.sum())
-  batch = batching.to_batch(samples, range(12), mask, {}, -(-total // 32) + 1, row_length=32)
-  is_token = batch.segment_ids > 0
-  assert is_token.sum() == total
-  for row in is_token:  # padding only at the end
+  """Rows hold as many sequences as fit, from the left, without gaps."""
+  made = rollout()
+  mask = batching.completion_mask(made)
+  total = int(batching.prompt_lengths(made).sum() + made.lengths.sum())
+  batch = batching.to_batch(made, range(12), mask, {}, -(-total // 32) + 1, row_length=32)
+  real = batch.segment_ids > 0
+  assert real.sum() == total
+  for row in real:  # padding only at the end
     assert not np.any(np.diff(row.astype(int)) > 0)
   assert (batch.segment_ids.max(axis=1) > 1).any()
 
 
-def test_trained_tokens_are_the_sampled_tokens():
-  samples = rollout()
-  mask = batching.completion_mask(samples)
-  batch = batching.to_batch(samples, range(12), mask, {}, 12, row_length=11)
-  unpacked = batching.from_rows(samples, batch.tokens, 12, 11)
-  np.testing.assert_array_equal(unpacked, samples.completions * mask)
+def test_trained_tokens_are_those_that_were_sampled():
+  made = rollout()
+  mask = batching.completion_mask(made)
+  batch = batching.to_batch(made, range(12), mask, {}, 12, row_length=11)
+  back = batching.from_rows(made, batch.tokens, 12, 11)
+  np.testing.assert_array_equal(back, made.completions * mask)

@@ -1,4 +1,4 @@
-"""A run warns where its rows are longer than the positions that its model was trained on."""
+"""Rows and RoPE scaling: warnings about rows longer than the model's positions, and prompts that cannot be shared."""
 
 import logging
 
@@ -9,8 +9,8 @@ from jaxpost.models.config import Rope
 from jaxpost.stage import model_limits, prepare
 
 
-def yarn(**more):
-  return Rope(1e6, (('rope_type', 'yarn'), ('factor', 4.0), *more.items()))
+def yarn(**fields):
+  return Rope(1e6, (('rope_type', 'yarn'), ('factor', 4.0), *fields.items()))
 
 
 @pytest.mark.parametrize(
@@ -23,17 +23,17 @@ def yarn(**more):
     (Rope(1e6, (('rope_type', 'llama3'), ('factor', 32.0), ('original_max_position_embeddings', 8))), 64),
   ],
 )
-def test_scaling_of_positions_counts(rope, longest):
+def test_longest_row_includes_the_rope_scaling(rope, longest):
   assert model_limits.longest(tiny.config(max_position=64, ropes=(rope,))) == longest
 
 
 def grpo(row_length, max_new_tokens):
-  sizes = dict(max_prompt_length=40, max_new_tokens=max_new_tokens)
-  return dict(algorithm='grpo', reward='exact_match', train=dict(row_length=row_length), rollout=sizes)
+  rollout = dict(max_prompt_length=40, max_new_tokens=max_new_tokens)
+  return dict(algorithm='grpo', reward='exact_match', train=dict(row_length=row_length), rollout=rollout)
 
 
 @pytest.mark.parametrize(
-  'over, told',
+  'over, warning',
   [
     (dict(train=dict(row_length=65)), 'config.train.row_length: 65 tokens are more than the 64 positions'),
     (dict(train=dict(row_length=64)), ''),
@@ -41,14 +41,14 @@ def grpo(row_length, max_new_tokens):
     (grpo(256, 24), ''),
   ],
 )
-def test_rows_beyond_the_positions_are_told(over, told, tmp_path, caplog):
+def test_rows_longer_than_the_positions_are_warned_of(over, warning, tmp_path, caplog):
   folder = tiny.folder(tmp_path / 'model', max_position=64, vocab_size=259)
   config = tiny.merged(tiny.run_config(folder), tiny.merged(dict(data=dict(path='generated:arithmetic')), over))
   with caplog.at_level(logging.WARNING):
     for stage in prepare.prepare_all(config):
       stage.close()
   lines = [record.getMessage() for record in caplog.records if 'positions' in record.getMessage()]
-  assert len(lines) == bool(told) and all(told in line for line in lines)
+  assert len(lines) == bool(warning) and all(warning in line for line in lines)
 
 
 LONGROPE = (('factor', 4.0), ('long_factor', (2.0,) * 4), ('original_max_position_embeddings', 64))
@@ -64,7 +64,7 @@ PAIRS = dict(algorithm='dpo', data=dict(path='generated:arithmetic_pairs:size=8'
 
 
 @pytest.mark.parametrize(
-  'family, scaling, over, apart',
+  'family, scaling, over, unshared',
   [
     ('phi3', LONGROPE, PAIRS, True),
     ('llama', DYNAMIC, PAIRS, True),
@@ -76,14 +76,16 @@ PAIRS = dict(algorithm='dpo', data=dict(path='generated:arithmetic_pairs:size=8'
     ('phi3', LONGROPE, ONLINE, False),  # whose sequences are not longer than 64 tokens
   ],
 )
-def test_answers_share_no_prompt_whose_rotation_follows_the_longer_one(family, scaling, over, apart, tmp_path, caplog):
+def test_prompt_is_not_shared_if_its_rotation_depends_on_the_row_length(
+  family, scaling, over, unshared, tmp_path, caplog
+):
   folder = tiny.folder(
     tmp_path / 'model', family=family, qk_norm='', max_position=64, vocab_size=259, ropes=(Rope(1e4, scaling),)
   )
   config = tiny.merged(tiny.run_config(folder), tiny.merged(dict(train=dict(row_length=128)), over))
   (stage,) = prepare.prepare_all(config)
   stage.close()
-  assert caplog.text.count('config.preference.share_prompt: is taken as False, because the policy') == apart
+  assert caplog.text.count('config.preference.share_prompt: is taken as False, because the policy') == unshared
   first = stage.data.first_batch
-  assert stage.config.preference.share_prompt != (apart or over.get('preference') is not None)
-  assert first is None or not apart or first.branch_ids is None
+  assert stage.config.preference.share_prompt != (unshared or over.get('preference') is not None)
+  assert first is None or not unshared or first.branch_ids is None

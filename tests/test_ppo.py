@@ -1,6 +1,6 @@
-"""PPO: credit, both objectives, and whole runs with a critic.
+"""PPO: credit, the objectives of policy and critic, its config fields, and whole runs with a critic.
 
-Legend: N sequences, C completion tokens, B rows, T tokens a row.
+Legend: B rows, T tokens a row.
 """
 
 import contextlib
@@ -41,8 +41,8 @@ INPUTS = {k: np.array(v, np.float32) for k, v in GOLDEN['inputs'].items()}
 close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6)
 
 
-def stage_config(**over):
-  config = config_lib.parse(tiny.merged(dict(algorithm='ppo', reward='x'), over))['ppo']
+def stage_config(**fields):
+  config = config_lib.parse(tiny.merged(dict(algorithm='ppo', reward='x'), fields))['ppo']
   config = config_lib.resolve(config, ppo.PPO.defaults)
   ppo.check(config)
   return config
@@ -65,25 +65,25 @@ def rollout(count=12, longest=6, groups=3, seed=3):
   )
 
 
-def graded(rewards=None, mask=None, made=None, **arrays):
-  """Experience with random values and log-probs."""
-  made = made or rollout()
-  shape = made.completions.shape
+def graded(rewards=None, mask=None, sampled=None, **arrays):
+  """Returns experience with random values and log-probs, except for the given arrays."""
+  sampled = sampled or rollout()
+  shape = sampled.completions.shape
   random = np.random.RandomState(0)
 
   def normal():
     return random.standard_normal(shape).astype(np.float32)
 
-  mask = batching.completion_mask(made) if mask is None else mask
+  mask = batching.completion_mask(sampled) if mask is None else mask
   rewards = random.standard_normal(shape[0]) if rewards is None else rewards
-  found = dict(
+  defaults = dict(
     values=normal(),
     old_logprobs=normal() / 5 - 1,
     ref_logprobs=normal() / 5 - 1,
-    sampler_logprobs=made.logprobs,
-    behavior_logprobs=made.behavior_logprobs,
+    sampler_logprobs=sampled.logprobs,
+    behavior_logprobs=sampled.behavior_logprobs,
   )
-  return Experience(made, np.asarray(rewards, np.float64), mask, {**found, **arrays})
+  return Experience(sampled, np.asarray(rewards, np.float64), mask, {**defaults, **arrays})
 
 
 # --------------------------------------------------------------------- credit
@@ -92,63 +92,64 @@ def graded(rewards=None, mask=None, made=None, **arrays):
 @pytest.mark.parametrize(
   'case, mask', [('verl/gae_g0.99_l0.95', 'mask'), ('verl/gae_g0.99_l0.95_multiturn_mask', 'mask_mt')]
 )
-def test_credit_gives_the_figures_of_verl(case, mask):
+def test_credit_matches_gae_of_verl(case, mask):
   mask = INPUTS[mask]
-  made = rollout(8, 6, 2).replace(lengths=INPUTS['mask'].sum(axis=1).astype(int))
+  sampled = rollout(8, 6, 2).replace(lengths=INPUTS['mask'].sum(axis=1).astype(int))
   values = np.where(mask > 0, INPUTS['values'], np.nan)
-  credit = ppo.credit(graded(INPUTS['score2'], mask, made, values=values), stage_config(rl=dict(gamma=0.99, lam=0.95)))
-  white, returns = np.array(GOLDEN['cases'][case]) * mask
-  close(credit.arrays['advantages'], white)
+  experience = graded(INPUTS['score2'], mask, sampled, values=values)
+  credit = ppo.credit(experience, stage_config(rl=dict(gamma=0.99, lam=0.95)))
+  advantages, returns = np.array(GOLDEN['cases'][case]) * mask
+  close(credit.arrays['advantages'], advantages)
   close(credit.arrays['returns'], returns)
   close(credit.arrays['values'], INPUTS['values'] * mask)
 
 
-def test_rewards_are_not_rounded():
-  """Fractions reach the returns of every token, whatever their type was."""
+def test_fractional_rewards_reach_the_returns_unrounded():
+  """With gamma and lambda of 1 and no values, the return of every token is the reward of the sample."""
   rewards = np.tile([0.7, 1.9, -0.3, 1e-3], 3)
-  one = graded(rewards, values=np.zeros((12, 6), np.float32))
-  credit = ppo.credit(one, stage_config(rl=dict(gamma=1.0, lam=1.0)))
+  experience = graded(rewards, values=np.zeros((12, 6), np.float32))
+  credit = ppo.credit(experience, stage_config(rl=dict(gamma=1.0, lam=1.0)))
   assert credit.arrays['returns'].dtype == np.float32
   np.testing.assert_array_equal(
-    credit.arrays['returns'], np.float32(rewards)[:, None] * batching.completion_mask(one.rollout)
+    credit.arrays['returns'], np.float32(rewards)[:, None] * batching.completion_mask(experience.rollout)
   )
 
 
-def test_kl_is_taken_from_the_reward_of_each_token():
-  one = graded(np.zeros(12), values=np.zeros((12, 6), np.float32))
+def test_kl_penalty_is_subtracted_from_the_reward_of_each_token():
+  experience = graded(np.zeros(12), values=np.zeros((12, 6), np.float32))
   config = stage_config(rl=dict(kl_coef=0.5, gamma=1.0, lam=0.0))
-  credit = ppo.credit(one, config)
-  kl = (one.arrays['old_logprobs'] - one.arrays['ref_logprobs']) * one.mask
+  credit = ppo.credit(experience, config)
+  kl = (experience.arrays['old_logprobs'] - experience.arrays['ref_logprobs']) * experience.mask
   close(credit.arrays['returns'], -0.5 * kl)
-  close(credit.metrics['kl'], kl.sum() / one.mask.sum())
-  one.memory = {'kl_coef': 2.0}  # adapted before
+  close(credit.metrics['kl'], kl.sum() / experience.mask.sum())
+  experience.memory = {'kl_coef': 2.0}  # as adapted by earlier steps
   config = stage_config(rl=dict(kl_coef=0.5, gamma=1.0, lam=0.0, kl_target=1.0, kl_horizon=12.0))
-  credit = ppo.credit(one, config)
+  credit = ppo.credit(experience, config)
   close(credit.arrays['returns'], -2.0 * kl)
   close(credit.memory['kl_coef'], 2.0 * 0.8)
 
 
-def test_ungraded_samples_are_left_out():
+def test_samples_without_a_reward_are_masked_and_not_whitened():
   rewards = np.arange(12.0)
   rewards[5] = np.nan
   credit = ppo.credit(graded(rewards), stage_config())
   assert not credit.mask[5].any()
   kept = credit.mask > 0
-  gains = credit.arrays['advantages']
-  assert np.isfinite(gains).all() and not gains[~kept].any()
-  assert gains[kept].mean() == pytest.approx(0, abs=1e-6)
-  assert gains[kept].std(ddof=1) == pytest.approx(1, rel=1e-5)
+  advantages = credit.arrays['advantages']
+  assert np.isfinite(advantages).all() and not advantages[~kept].any()
+  assert advantages[kept].mean() == pytest.approx(0, abs=1e-6)
+  assert advantages[kept].std(ddof=1) == pytest.approx(1, rel=1e-5)
 
 
-def test_explained_variance_is_of_the_values_before_the_update():
-  one = graded()
-  perfect = ppo.credit(one, stage_config(rl=dict(lam=1.0))).arrays['returns']
+def test_explained_variance_is_1_for_exact_values_and_absent_for_equal_returns():
+  experience = graded()
+  returns = ppo.credit(experience, stage_config(rl=dict(lam=1.0))).arrays['returns']
 
-  def metrics_of(v):
-    return ppo.credit(graded(one.rewards, values=v), stage_config(rl=dict(lam=1.0))).metrics
+  def metrics_of(values):
+    return ppo.credit(graded(experience.rewards, values=values), stage_config(rl=dict(lam=1.0))).metrics
 
-  assert metrics_of(perfect)['critic/explained_variance'] == (pytest.approx(1, abs=1e-6))
-  # Equal returns leave nothing to explain: no figure rather than NaN.
+  assert metrics_of(returns)['critic/explained_variance'] == (pytest.approx(1, abs=1e-6))
+  # Equal returns have no variance to explain: the metric is left out rather than NaN.
   flat = ppo.credit(graded(np.ones(12)), stage_config(rl=dict(lam=1.0)))
   assert 'critic/explained_variance' not in flat.metrics
 
@@ -172,24 +173,26 @@ def weights(kind):
 
 
 def losses(role, config, batch, micro):
-  """(loss, metrics, gradients) of [B, T] rows, `micro` rows at a time."""
+  """Returns (loss, metrics, gradients) of a batch of [B, T] rows, in micro-batches of `micro` rows."""
   model, params = weights(role)
   objective = {'critic': ppo.value_objective, 'policy': ppo.objective}[role]
   loss = programs.make_loss(model, objective(config), tiny.one_device(), tiny.EXACT)
   split = jax.tree.map(lambda x: jnp.asarray(x).reshape(-1, micro, x.shape[1]), batch)
-  (value, extra), grads = jax.jit(lambda p, b: programs.accumulate(loss, p, b))(params, split)
-  return float(value), extra, grads
+  (value, metrics_), grads = jax.jit(lambda p, b: programs.accumulate(loss, p, b))(params, split)
+  return float(value), metrics_, grads
 
 
 def laid_out(config, length, num_rows, members=range(12)):
-  one = graded()
-  credit = ppo.credit(one, config)
+  """Returns a batch of the sequences `members`, in this order, in rows of `length` tokens."""
+  experience = graded()
+  credit = ppo.credit(experience, config)
   token_weights = batching.token_weights(credit.mask, config.rl.aggregate, 6)
-  return batching.to_batch(one.rollout, list(members), token_weights, credit.arrays, num_rows, row_length=length)
+  return batching.to_batch(experience.rollout, list(members), token_weights, credit.arrays, num_rows, row_length=length)
 
 
 @functools.lru_cache
-def one_each(role, kind):
+def losses_of_unpacked_rows(role, kind):
+  """Returns a config of KINDS, and the `losses` of a batch with one sequence in each row."""
   config = stage_config(**tiny.merged(dict(rl=dict(epochs=2)), KINDS[kind]))
   return config, losses(role, config, laid_out(config, 11, 12), 12)
 
@@ -203,33 +206,33 @@ def one_each(role, kind):
     ('critic', 'separate', 24, 8, 2, range(11, -1, -1)),
   ],
 )
-def test_losses_do_not_depend_on_the_layout(role, kind, length, num_rows, micro, members):
-  config, expected = one_each(role, kind)
-  assert abs(expected[0]) > 1e-3
-  found = losses(role, config, laid_out(config, length, num_rows, members), micro)
-  assert found[0] == pytest.approx(expected[0], rel=1e-5)
-  for key in expected[1]:
-    assert float(found[1][key]) == pytest.approx(float(expected[1][key]), rel=1e-5, abs=1e-6), key
-  for a, b in zip(jax.tree.leaves(found[2]), jax.tree.leaves(expected[2])):
+def test_losses_and_gradients_do_not_depend_on_the_layout_of_rows(role, kind, length, num_rows, micro, members):
+  config, (expected_loss, expected_metrics, expected_grads) = losses_of_unpacked_rows(role, kind)
+  assert abs(expected_loss) > 1e-3
+  loss, metrics_, grads = losses(role, config, laid_out(config, length, num_rows, members), micro)
+  assert loss == pytest.approx(expected_loss, rel=1e-5)
+  for key in expected_metrics:
+    assert float(metrics_[key]) == pytest.approx(float(expected_metrics[key]), rel=1e-5, abs=1e-6), key
+  for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads)):
     assert tiny.largest(a - b) <= 1e-5 * tiny.largest(b)
 
 
-def test_shared_loss_is_the_sum_of_both():
-  """And of each gradient: the policy's alone, and coef times the critic's."""
-  config, (loss, found, grads) = one_each('policy', 'shared')
+def test_loss_of_a_shared_critic_is_policy_loss_plus_coef_times_value_loss():
+  """The value head gets coef times the gradient of the value loss, and none of the policy loss."""
+  config, (loss, shared_metrics, grads) = losses_of_unpacked_rows('policy', 'shared')
   batch = laid_out(config, 11, 12)
-  alone, _, first = losses('policy', stage_config(rl=dict(epochs=2)), batch, 12)
-  value, metrics_, second = losses('critic', config, batch, 12)
-  # The two models differ in which heads they have; the rest is alike.
-  assert loss == pytest.approx(alone + 0.5 * value, rel=1e-5)
-  assert float(found['critic/vf_loss']) == pytest.approx(value, rel=1e-5)
-  assert float(found['critic/vf_clipfrac']) == float(metrics_['vf_clipfrac'])
-  close(grads['score'], 0.5 * second['score'], rtol=1e-4, atol=1e-5)
-  assert not np.any(first['score'])
+  policy_loss, _, policy_grads = losses('policy', stage_config(rl=dict(epochs=2)), batch, 12)
+  value_loss, value_metrics, value_grads = losses('critic', config, batch, 12)
+  # The two models differ only in their heads.
+  assert loss == pytest.approx(policy_loss + 0.5 * value_loss, rel=1e-5)
+  assert float(shared_metrics['critic/vf_loss']) == pytest.approx(value_loss, rel=1e-5)
+  assert float(shared_metrics['critic/vf_clipfrac']) == float(value_metrics['vf_clipfrac'])
+  close(grads['score'], 0.5 * value_grads['score'], rtol=1e-4, atol=1e-5)
+  assert not np.any(policy_grads['score'])
 
 
-def test_value_is_read_before_the_token():
-  """A critic that knows each return at the token before has no loss."""
+def test_value_of_a_token_is_read_at_the_token_before():
+  """A critic has no loss if its output at the token before is the return; one token later it has."""
   config = stage_config(critic=dict(value_clip=0.0))
   batch = laid_out(config, 24, 8)
   returns = batch.arrays['returns']
@@ -242,8 +245,9 @@ def test_value_is_read_before_the_token():
   assert float(fn(late, batch)[0]) == pytest.approx(expected, rel=1e-5)
 
 
-# ------------------------------------------------ fields change what comes out
+# ------------------------------------------------------------- config fields
 
+# field: a value other than its default
 FIELDS = {
   'rl.gamma': 0.9,
   'rl.lam': 0.5,
@@ -258,7 +262,7 @@ FIELDS = {
   'critic.value_clip': 0.01,
   'critic.value_head': True,
 }
-# Fields that matter only beside others.
+# field: (a value, the other fields without which nothing reads it)
 WITH = {
   'rl.kl_estimator': ('k2', dict(rl=dict(kl_coef=0.1, kl_in='loss'))),
   'rl.kl_in': ('loss', dict(rl=dict(kl_coef=0.1))),
@@ -270,12 +274,12 @@ WITH = {
 
 
 def outcome(config) -> list[float]:
-  """The losses of made-up outputs, and what is remembered."""
-  one = graded()
-  credit = ppo.credit(one, config)
+  """Returns the losses of random outputs, and the values that credit carries over to the next step."""
+  experience = graded()
+  credit = ppo.credit(experience, config)
   weights_ = batching.token_weights(credit.mask, config.rl.aggregate, 6)
   batch = jax.tree.map(
-    jnp.asarray, batching.to_batch(one.rollout, range(12), weights_, credit.arrays, 12, row_length=11)
+    jnp.asarray, batching.to_batch(experience.rollout, range(12), weights_, credit.arrays, 12, row_length=11)
   )
   random = np.random.RandomState(4)
 
@@ -283,20 +287,20 @@ def outcome(config) -> list[float]:
     return jnp.asarray(random.standard_normal(batch.tokens.shape), jnp.float32)
 
   outputs = Outputs(logprobs=draw() / 3 - 1, entropy=1 + draw() ** 2, values=draw())
-  out = [*credit.memory.values()]
+  results = [*credit.memory.values()]
   for objective in ppo.PPO.objective(config), ppo.PPO.critic(config):
     if objective:
       loss, _ = objective.fn(outputs, batch if objective.coupled else batch.arrays)
-      out.append(float(jnp.sum(loss if objective.coupled else loss * batch.loss_weights)))
-  return out
+      results.append(float(jnp.sum(loss if objective.coupled else loss * batch.loss_weights)))
+  return results
 
 
 @pytest.mark.parametrize('field', [*FIELDS, *WITH])
-def test_field_changes_the_result(field):
-  value, beside = WITH[field] if field in WITH else (FIELDS[field], {})
+def test_every_field_changes_the_losses(field):
+  value, others = WITH[field] if field in WITH else (FIELDS[field], {})
   section, name = field.split('.')
-  # Several updates, so that the old policy is another one.
-  base = tiny.merged(dict(rl=dict(epochs=2)), beside)
+  # Two epochs, so that the old policy is another policy than the updated one.
+  base = tiny.merged(dict(rl=dict(epochs=2)), others)
   before = outcome(stage_config(**base))
   after = outcome(stage_config(**tiny.merged(base, {section: {name: value}})))
   assert np.isfinite(after).all() and before != after
@@ -317,7 +321,7 @@ def test_field_changes_the_result(field):
     (dict(critic=dict(coef=0.5)), 'critic.coef'),
   ],
 )
-def test_what_cannot_work_is_refused(over, key):
+def test_bad_ppo_fields_are_refused(over, key):
   with pytest.raises(InputError, match=f'config.{key}: '):
     stage_config(**over)
 
@@ -341,26 +345,26 @@ def rows(workdir, split='train'):
 
 
 def states(workdir, step):
-  """{role: flat parameters} of a checkpoint, on the host."""
-  w = inference.from_run(workdir, step=step)
-  models = {'policy': w.inputs.model}
-  if not w.inputs.config.critic.value_head:
-    models['critic'] = model_lib.build(model_lib.with_scalar_head(w.inputs.model.config))
-  out = {}
+  """Returns {role: leaves of its parameters} of a checkpoint, on the host."""
+  weights = inference.from_run(workdir, step=step)
+  models = {'policy': weights.inputs.model}
+  if not weights.inputs.config.critic.value_head:
+    models['critic'] = model_lib.build(model_lib.with_scalar_head(weights.inputs.model.config))
+  leaves = {}
   with contextlib.closing(Checkpointer(workdir / 'checkpoints' / 'ppo')) as checkpointer:
     for role, m in models.items():
-      wanted = weights_lib.described(m, w.layout, 'float32')
-      found = checkpointer.restore_params(wanted, step, at=f'{role}/params')
-      out[role] = jax.tree.leaves(jax.tree.map(np.asarray, found))
-  return out
+      described = weights_lib.described(m, weights.layout, 'float32')
+      params = checkpointer.restore_params(described, step, at=f'{role}/params')
+      leaves[role] = jax.tree.leaves(jax.tree.map(np.asarray, params))
+  return leaves
 
 
 def same(one, other):
   return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_first_step_is_on_policy_at_any_temperature(model, tmp_path):
-  """Ratio 1, nothing clipped, KL 0: also where the temperature is not 1."""
+def test_first_step_is_on_policy_at_a_temperature_below_1(model, tmp_path):
+  """The ratio is 1, nothing is clipped, and the KL is 0."""
   jaxpost.run(run_config(model, train=dict(steps=2)), tmp_path)
   first, second = rows(tmp_path)
   assert first['ratio'] == pytest.approx(1, abs=1e-5)
@@ -374,7 +378,7 @@ def test_first_step_is_on_policy_at_any_temperature(model, tmp_path):
 
 @pytest.mark.parametrize('shared', [False, True])
 def test_resume_is_bitwise(model, tmp_path, shared):
-  """4 steps, and 2 and 2: policy, critic, their optimizers, the KL's memory."""
+  """A run of 4 steps equals one of 2 and 2 more, in policy, critic, metrics, and the adapted KL coefficient."""
 
   def config(steps):
     return run_config(
@@ -398,12 +402,12 @@ def test_resume_is_bitwise(model, tmp_path, shared):
 
 
 @pytest.mark.core
-def test_warm_up_trains_the_critic_only(model, tmp_path):
-  """And starts it where critic.path says, at its own rate."""
-  judge = model_lib.build(model_lib.with_scalar_head(hf.read_config(model)))
-  params = tiny.params(judge, seed=5)
+def test_critic_warm_up_trains_only_the_critic(model, tmp_path):
+  """The critic starts from the model at critic.path, and has its own learning rate."""
+  reward_model = model_lib.build(model_lib.with_scalar_head(hf.read_config(model)))
+  params = tiny.params(reward_model, seed=5)
   params['score'] = np.ones_like(params['score'])
-  hf_export.save(tmp_path / 'judge', judge, params)
+  hf_export.save(tmp_path / 'judge', reward_model, params)
   jaxpost.run(
     run_config(
       model,
@@ -413,18 +417,18 @@ def test_warm_up_trains_the_critic_only(model, tmp_path):
     ),
     tmp_path / 'run',
   )
-  found = [states(tmp_path / 'run', n) for n in (1, 2, 3)]
-  assert same(found[0]['policy'], found[1]['policy'])
-  assert not same(found[1]['policy'], found[2]['policy'])
-  assert not same(found[0]['critic'], found[1]['critic'])
-  made = rows(tmp_path / 'run')
-  assert 'loss' not in made[0] and 'loss' in made[2]
-  assert made[0]['kl'] == made[1]['kl'] == pytest.approx(0, abs=1e-6)
-  assert made[0]['values/mean'] != 0  # the head that was trained before
-  assert [r['critic/lr'] for r in made] == pytest.approx([1e-3] * 3)
+  checkpoints = [states(tmp_path / 'run', n) for n in (1, 2, 3)]
+  assert same(checkpoints[0]['policy'], checkpoints[1]['policy'])
+  assert not same(checkpoints[1]['policy'], checkpoints[2]['policy'])
+  assert not same(checkpoints[0]['critic'], checkpoints[1]['critic'])
+  rows_ = rows(tmp_path / 'run')
+  assert 'loss' not in rows_[0] and 'loss' in rows_[2]
+  assert rows_[0]['kl'] == rows_[1]['kl'] == pytest.approx(0, abs=1e-6)
+  assert rows_[0]['values/mean'] != 0  # the head is that of critic.path
+  assert [r['critic/lr'] for r in rows_] == pytest.approx([1e-3] * 3)
 
 
-def test_the_first_update_of_the_policy_is_checked_after_a_warm_up(model, tmp_path):
+def test_first_step_check_waits_for_the_first_update_after_a_warm_up(model, tmp_path):
   (tmp_path / 'checked.py').write_text(
     'import dataclasses\n'
     'from jaxpost.algorithms.ppo import PPO\n'
@@ -439,51 +443,54 @@ def test_the_first_update_of_the_policy_is_checked_after_a_warm_up(model, tmp_pa
   assert [row['step'] for row in rows(tmp_path / 'run')] == [1]
 
 
-def test_groups_of_one_and_the_values_that_are_trained(model):
-  """The critic is clipped against its values at the time of the rollout."""
+def test_value_loss_compares_values_of_the_rollout_with_groups_of_one(model):
+  """A step has one update of the critic, so that its values are still those of the rollout: their error is the loss."""
   policy, controller = jaxpost.policy_and_stream(
     run_config(model, rollout=dict(prompts=8, group_size=1), train=dict(steps=3))
   )
-  seen = []
-  controller.algorithm = dataclasses.replace(
-    controller.algorithm, credit=lambda e, c: seen.append(ppo.credit(e, c)) or seen[-1]
-  )
+  credits = []
+
+  def recorded_credit(experience, config):
+    credits.append(ppo.credit(experience, config))
+    return credits[-1]
+
+  controller.algorithm = dataclasses.replace(controller.algorithm, credit=recorded_credit)
   try:
     for _ in range(3):
       item = next(controller)
-      done = [(role, controller.roles.trainable[role].update(batch)) for role, batch in item.updates]
+      updates = [(role, controller.roles.trainable[role].update(batch)) for role, batch in item.updates]
   finally:
     controller.close()
   assert 'frac_reward_zero_std' not in item.info
-  credit, found = seen[-1], merge_metrics(done)
+  credit, merged = credits[-1], merge_metrics(updates)
   kept = credit.mask > 0
   error = credit.arrays['values'] - credit.arrays['returns']
   assert np.abs(credit.arrays['values'][kept]).max() > 1e-3
-  assert found['critic/vf_loss'] == pytest.approx(np.mean(error[kept] ** 2) / 2, rel=1e-4)
+  assert merged['critic/vf_loss'] == pytest.approx(np.mean(error[kept] ** 2) / 2, rel=1e-4)
   assert policy.state.step == 3
 
 
-def test_shared_critic_is_left_out_of_the_export(model, tmp_path):
+def test_export_has_no_head_of_a_shared_critic(model, tmp_path):
   jaxpost.run(
     run_config(model, critic=dict(value_head=True), train=dict(steps=2), save=dict(export=True)), tmp_path / 'run'
   )
   assert rows(tmp_path / 'run')[1]['values/mean'] != 0
-  cfg = hf.read_config(tmp_path / 'run/export')
-  assert not cfg.more_heads and not cfg.num_labels
-  hf.check(tmp_path / 'run/export', cfg)  # no tensor without a place
+  config = hf.read_config(tmp_path / 'run/export')
+  assert not config.more_heads and not config.num_labels
+  hf.check(tmp_path / 'run/export', config)  # raises if the folder has a tensor that the config does not
 
 
-def ones(completion_ids, **columns):
+def constant_reward(completion_ids, **columns):
   del columns
   return [1.0] * len(completion_ids)
 
 
 def test_critic_learns_a_constant_reward(model, tmp_path):
-  """The return depends on the distance to the end, as there is a discount."""
+  """The returns differ with the distance to the end, as gamma is 0.5."""
   jaxpost.run(
     run_config(
       model,
-      reward=ones,
+      reward=constant_reward,
       train=dict(steps=80),
       rl=dict(gamma=0.5, lam=1.0, kl_coef=0.0),
       optim=dict(lr=0.0),
@@ -491,15 +498,15 @@ def test_critic_learns_a_constant_reward(model, tmp_path):
     ),
     tmp_path,
   )
-  made = [r['critic/explained_variance'] for r in rows(tmp_path)]
-  assert made[0] < 0.1 and np.mean(made[-5:]) > 0.5, made
+  explained = [r['critic/explained_variance'] for r in rows(tmp_path)]
+  assert explained[0] < 0.1 and np.mean(explained[-5:]) > 0.5, explained
 
 
 @pytest.mark.ci
-def test_learns(tmp_path):
-  """Small sums after a short SFT: pass@1 0.21 before, 0.55 after.
+def test_ppo_learns_small_sums(tmp_path):
+  """After a short SFT, pass@1 of small sums rises from 0.21 to 0.55.
 
-  The critic explains 0 of the variance of the returns at first, then 0.7.
+  The critic explains none of the variance of the returns at first, and 0.7 of it at the end.
   """
   jaxpost.run(
     tiny.sums_config(
@@ -513,25 +520,25 @@ def test_learns(tmp_path):
     tmp_path / 'run',
   )
 
-  def of(split):
+  def rows_of(split):
     return [r for r in rows(tmp_path / 'run', split) if r['stage'] == 'online']
 
-  before, after = (r['pass@1'] for r in of('eval'))
+  before, after = (r['pass@1'] for r in rows_of('eval'))
   assert before < 0.35 and after > before + 0.2, (before, after)
-  explained = [r['critic/explained_variance'] for r in of('train')]
+  explained = [r['critic/explained_variance'] for r in rows_of('train')]
   assert abs(explained[0]) < 0.05 and np.mean(explained[-5:]) > 0.4, explained
 
 
-# --------------------------------------------------- eight devices against one
+# ------------------------------------------------- eight devices against one
 
 
-def test_eight_devices_compute_what_one_does():
+def test_losses_and_gradients_on_eight_devices_equal_those_on_one():
   run = children.run(__file__, devices=8, timeout=300)
   assert run.stdout.splitlines() == [f'{x} {y} ok' for y in ('policy', 'critic') for x in test_layouts.LAYOUTS]
 
 
 def main():
-  """Losses and gradients of one saved rollout in each layout."""
+  """Prints, for each role and layout of eight devices, whether loss and gradients equal those on one device."""
   from jaxpost.distributed.phases import make_layout
   from jaxpost.distributed.transfer import to_host
 
@@ -562,8 +569,8 @@ if __name__ == '__main__':
 
 
 @pytest.mark.long
-def test_the_recipe_of_vapo_runs(tmp_path):
-  """`configs/ppo_gsm8k.py:method=vapo`: the policy learns from the step after those of the critic."""
+def test_vapo_recipe_runs(tmp_path):
+  """With `configs/ppo_gsm8k.py:method=vapo`, the policy is trained after the warm-up of the critic."""
   from configs import ppo_gsm8k
 
   config = ppo_gsm8k.get_config('method=vapo,runlocal').to_dict()
@@ -573,8 +580,8 @@ def test_the_recipe_of_vapo_runs(tmp_path):
   assert 'loss' not in first and np.isfinite(second['loss']) and 'critic/vf_loss' in first
 
 
-def test_the_flops_of_a_step_are_those_of_all_its_updates():
-  """Two epochs of four minibatches read each token twice; a step that only warms the critic up reads it twice there."""
+def test_flops_of_a_step_count_the_tokens_of_every_update():
+  """In two epochs of four minibatches, policy and critic each read every token twice; in a warm-up, the critic does."""
   model = model_lib.build(tiny.config())
   config = types.SimpleNamespace(rl=types.SimpleNamespace(minibatches=4))
   algorithm = types.SimpleNamespace(on_policy=True)

@@ -1,4 +1,4 @@
-"""Every program of a run is compiled before its first step: on an accelerator each takes from seconds to minutes."""
+"""Every program of a run is compiled before its first step, because on an accelerator each takes seconds to minutes."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ SHARED = dict(train=dict(share_prompt=True))
 
 
 def runs(teacher, grader=''):
-  """Name -> (what is learned from, fields that differ from that config), with folders of models."""
+  """Returns {name: (`data` or `rollouts`, fields that differ from its usual config)}, with these model folders."""
   graded = dict(reward_model=dict(path=grader))
   return {
     'sft': ('data', dict(eval=HELD_OUT, reward=tiny.low_share)),
@@ -29,35 +29,35 @@ def runs(teacher, grader=''):
 
 
 @pytest.mark.parametrize('name', runs(''))
-def test_steps_compile_nothing(tmp_path, monkeypatch, name):
-  compile_all, found = precompile.compile_all, []
+def test_no_program_is_compiled_after_the_first_step_begins(tmp_path, monkeypatch, name):
+  compile_all, ledgers = precompile.compile_all, []
 
-  def watched(placed, *args):
+  def recorded_compile_all(placed, *args):
     memory = compile_all(placed, *args)
-    found.append((placed.ledger, len(placed.ledger.rows)))
+    ledgers.append((placed.ledger, len(placed.ledger.rows)))
     return memory
 
-  monkeypatch.setattr(precompile, 'compile_all', watched)
+  monkeypatch.setattr(precompile, 'compile_all', recorded_compile_all)
   folders = tiny.folder(tmp_path / 'teacher', hidden_size=24), tiny.folder(tmp_path / 'grader', num_labels=1)
   kind, fields = runs(*folders)[name]
   make = tiny.run_config if kind == 'data' else tiny.grpo_config
   jaxpost.run(tiny.merged(make(tiny.folder(tmp_path / 'model'), **fields), dict(train=dict(steps=2))), tmp_path / 'run')
-  ((ledger, count),) = found
+  ((ledger, count),) = ledgers
   assert count > 1 and [row['program'] for row in ledger.rows[count:]] == []
 
 
-def test_an_error_waits_for_no_other_program():
+def test_compile_error_does_not_wait_for_other_programs():
   refused, compiled = threading.Event(), []
 
   def refuse():
     refused.set()
     raise RuntimeError('out of memory')
 
-  def other():
+  def compile_after_refusal():
     refused.wait()
     time.sleep(0.1)
     compiled.append(1)
 
   with pytest.raises(RuntimeError, match='out of memory'):
-    precompile.run_jobs([refuse, *[other] * 20])
-  assert len(compiled) <= 3  # those that had begun
+    precompile.run_jobs([refuse, *[compile_after_refusal] * 20])
+  assert len(compiled) <= 3  # only the programs that had begun

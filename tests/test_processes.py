@@ -1,8 +1,7 @@
-"""Two real processes on CPU, joined by gloo, give what one process gives.
+"""Runs of two real processes on CPU, joined by gloo, equal runs of one process, and fail together with one error.
 
-One driver (`main` below) makes the same runs in one process, in two, and in
-two with two devices each; the tests compare what they left. Tokens may differ
-by the few flips that the sampler's promise allows, nothing else may.
+A driver (`main` below) makes the same runs in one process, in two, and in two with two devices each; the tests compare
+the run folders. Only a few sampled tokens may differ, because near ties are rounded differently on other layouts.
 """
 
 import hashlib
@@ -29,12 +28,11 @@ from jaxpost.storage.manifest import finished_steps
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 ON_POLICY = 'grpo', 'ppo'
 RUNS = 'sft', 'dpo', 'kto', *ON_POLICY
-LIMIT = 600  # seconds, on a busy machine
-STEPS, MIDDLE = 4, 2  # of a run; where it is saved on the way
-# Ties of the first step, where policy and reference are equal: rounding
-# decides. Means that are 0 but for rounding are compared absolutely.
+LIMIT = 600  # seconds that a process may take on a busy machine
+STEPS, MIDDLE = 4, 2  # steps of a run, and the step at which it is saved on the way
+# Policy and reference are equal in the first step, so that rounding decides which of two rewards is larger.
 TIES = 'rewards/accuracies'
-# These depend on the layout: rows are padded to the number of devices.
+# Metrics that depend on the layout, as rows are padded to the number of devices
 LAYOUT = (
   'packing_efficiency',
   'slot_occupancy',
@@ -55,8 +53,8 @@ def low(prompts, completion_ids, trainer_state, **columns):
 """
 
 
-def config(folder, name, **over):
-  """Nested dicts of the run called `name`."""
+def config(folder, name, **fields):
+  """Returns the config of the run called `name`, as nested dicts."""
   import tiny
 
   task = 'generated:arithmetic:max=99,ops=+'
@@ -96,7 +94,7 @@ def config(folder, name, **over):
   )
   for name_ in ON_POLICY:
     special[name_] = sampled
-  return tiny.run_config(str(folder / 'model'), **tiny.merged(tiny.merged(base, special.get(name, {})), over))
+  return tiny.run_config(str(folder / 'model'), **tiny.merged(tiny.merged(base, special.get(name, {})), fields))
 
 
 def free_address():
@@ -112,7 +110,7 @@ def environment(folder, devices=1, **more):
 
 
 def start(folder, tag, names, count=1, devices=1, driver=__file__, **more):
-  """The driver's processes, making the runs `names` in FOLDER/tag."""
+  """Starts `count` processes of the driver, which make the runs `names` in FOLDER/tag together; returns them."""
   address = free_address()
   return [
     subprocess.Popen(
@@ -128,7 +126,7 @@ def start(folder, tag, names, count=1, devices=1, driver=__file__, **more):
 
 
 def finish(children, code=0):
-  """Their outputs, once each has ended with `code`."""
+  """Waits for processes, which must end with exit code `code`; returns their (stdout, stderr)."""
   try:
     results = [child.communicate(timeout=LIMIT) for child in children]
   finally:
@@ -140,7 +138,7 @@ def finish(children, code=0):
 
 
 def digest(folder, work, name):
-  """Returns a digest of the parameters in the middle of a run, bit for bit."""
+  """Returns a digest of all bits of the parameters that a run saved at step MIDDLE."""
   from jaxpost.distributed.phases import make_layout
   from jaxpost.distributed.transfer import to_host
   from jaxpost.models import model as model_lib
@@ -156,6 +154,7 @@ def digest(folder, work, name):
 
 
 def main(folder, tag, names, rank, count, address):
+  """Makes the runs `names` as process `rank` of `count`; prints {name: (steps, digest)} or the error of bad data."""
   from jaxpost import stages
   from jaxpost.distributed import cluster
   from jaxpost.errors import InputError
@@ -163,18 +162,18 @@ def main(folder, tag, names, rank, count, address):
   folder, rank = pathlib.Path(folder), int(rank)
   if int(count) > 1:
     cluster.connect(address, int(count), rank)
-  said = {}
+  results = {}
   for name in names.split(','):
     work, run = folder / tag / name, name.rpartition('/')[2]
     if run in RUNS:
       summary = stages.run(config(folder, run), work)
-      said[name] = summary[f'steps/{run}'], digest(folder, work, run)
-    else:  # the same path, and another file on each process
+      results[name] = summary[f'steps/{run}'], digest(folder, work, run)
+    else:  # the name is a path of data, at which each process has another file
       os.chdir(folder / f'host{rank}')
       with pytest.raises(InputError) as caught:
         stages.run(config(folder, 'sft', data=dict(path=name)), work)
-      said[name] = str(caught.value)
-  print(json.dumps(said))
+      results[name] = str(caught.value)
+  print(json.dumps(results))
 
 
 @pytest.fixture(scope='module')
@@ -190,8 +189,8 @@ def folder(tmp_path_factory):
     def row(n, answer):
       return json.dumps({'prompt': f'{n}+1=', 'completion': str(answer)}) + '\n'
 
-    # Grain draws a shuffled index out of 20 in 1.6 ms, and one out of 600 in 0.05: on a busy machine, a process was six
-    # seconds with the former, and its watchdog ended it before it could raise the error of the other one.
+    # Grain draws a shuffled index out of 20 in 1.6 ms, and one out of 600 in 0.05 ms. With 20 rows, a process on a busy
+    # machine took six seconds, and its watchdog ended it before it could raise the error of the other process.
     rows = [row(n, n + 1) for n in range(600)]
     if rank:
       rows[550] = row(550, 99)
@@ -201,21 +200,24 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def said(folder):
-  """{tag: what each process said} of all runs of the driver."""
-  begun = {'one': start(folder, 'one', RUNS), 'two': start(folder, 'two', (*RUNS, 'other.jsonl', 'broken.jsonl'), 2)}
-  done = {tag: finish(children) for tag, children in begun.items()}
-  for there, back in ('one', 'four_after_one'), ('two', 'one_after_two'):
+def results_of(folder):
+  """Makes all runs of the driver; returns {tag: [what `main` of each process printed]}.
+
+  four_after_one and one_after_two hold runs of one layout that go on from step MIDDLE in the other.
+  """
+  started = {'one': start(folder, 'one', RUNS), 'two': start(folder, 'two', (*RUNS, 'other.jsonl', 'broken.jsonl'), 2)}
+  outputs = {tag: finish(children) for tag, children in started.items()}
+  for origin, resumed in ('one', 'four_after_one'), ('two', 'one_after_two'):
     for name in 'sft', 'grpo':
-      shutil.copytree(folder / there / name, folder / back / name)
-      shutil.rmtree(folder / back / name / 'checkpoints' / name / str(STEPS))
-      (folder / back / name / 'summary.json').unlink()
-  begun = {
+      shutil.copytree(folder / origin / name, folder / resumed / name)
+      shutil.rmtree(folder / resumed / name / 'checkpoints' / name / str(STEPS))
+      (folder / resumed / name / 'summary.json').unlink()
+  started = {
     'four': start(folder, 'four', ('sft', 'grpo', '../four_after_one/sft', '../four_after_one/grpo'), 2, devices=2),
     'one_after_two': start(folder, 'one_after_two', ('sft', 'grpo')),
   }
-  done |= {tag: finish(children) for tag, children in begun.items()}
-  return {tag: [json.loads(out.splitlines()[-1]) for out, _ in results] for tag, results in done.items()}
+  outputs |= {tag: finish(children) for tag, children in started.items()}
+  return {tag: [json.loads(out.splitlines()[-1]) for out, _ in results] for tag, results in outputs.items()}
 
 
 def rows(folder, tag, name):
@@ -223,72 +225,75 @@ def rows(folder, tag, name):
 
 
 def samples(folder, tag, name):
-  """{(step, split, prompt index, sample): row}."""
+  """Returns {(step, split, prompt index, sample): row of the samples of a run}."""
   return {
     (int(file.stem), row['split'], row['prompt_index'], row['sample']): row
     for file in (folder / tag / name / 'samples' / name).glob('*.jsonl')
-    for row in metrics.read_growing(file)  # str.splitlines would split what a byte model says, such as U+0085
+    for row in metrics.read_growing(file)  # str.splitlines would also split at U+0085, which a byte model may sample
   }
 
 
-def check_rows(these, those):
-  """The rows of two layouts, as near as the design promises them to be."""
-  assert [(r['step'], r['split']) for r in these] == [(r['step'], r['split']) for r in those]
-  for a, b in zip(these, those):
-    # Metrics that only runs with several processes have.
+def check_rows(rows_a, rows_b):
+  """Asserts that rows of metrics of two layouts agree: floats up to rounding, everything else exactly."""
+  assert [(r['step'], r['split']) for r in rows_a] == [(r['step'], r['split']) for r in rows_b]
+  for a, b in zip(rows_a, rows_b):
+    # Only runs of several processes have hashes of their parameters.
     a, b = ({k: v for k, v in row.items() if not k.startswith('param_hash/')} for row in (a, b))
     assert set(a) == set(b)
     for key in set(a) - {TIES, *LAYOUT}:
-      if isinstance(b[key], float):
+      if isinstance(b[key], float):  # the absolute tolerance is for means that are 0 but for rounding
         assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-6), (a, key)
       else:
         assert a[key] == b[key], (a, key)
 
 
 @pytest.mark.parametrize('tag, name', [*(('two', name) for name in RUNS), ('four', 'sft'), ('four', 'grpo')])
-def test_rows_are_those_of_one_process(said, folder, tag, name):
-  assert all(s[name][0] == STEPS for s in said[tag])
-  assert said[tag][0][name] == said[tag][1][name]
+def test_metrics_equal_those_of_one_process(results_of, folder, tag, name):
+  assert all(results[name][0] == STEPS for results in results_of[tag])
+  assert results_of[tag][0][name] == results_of[tag][1][name]
   check_rows(rows(folder, tag, name), rows(folder, 'one', name))
 
 
 @pytest.mark.parametrize('tag, name', [('two', 'grpo'), ('two', 'ppo'), ('four', 'grpo')])
-def test_the_same_is_sampled_and_graded(said, folder, tag, name):
-  """Prompts exactly; of tokens at most 3 in 1,000 may flip."""
-  these, those = (samples(folder, t, name) for t in (tag, 'one'))
-  assert set(these) == set(those)
+def test_samples_and_rewards_equal_those_of_one_process(results_of, folder, tag, name):
+  """Prompts are equal; at most 3 in 1,000 tokens may differ."""
+  rows_by_key, expected = (samples(folder, t, name) for t in (tag, 'one'))
+  assert set(rows_by_key) == set(expected)
   flips = 0
-  for key, row in these.items():
-    assert row['prompt'] == those[key]['prompt']
-    if row['completion'] == those[key]['completion']:
-      assert row['reward'] == those[key]['reward']
-      assert row['components'] == those[key]['components']
+  for key, row in rows_by_key.items():
+    assert row['prompt'] == expected[key]['prompt']
+    if row['completion'] == expected[key]['completion']:
+      assert row['reward'] == expected[key]['reward']
+      assert row['components'] == expected[key]['components']
     else:
       flips += 1
-  assert flips <= 0.003 * sum(row['length'] for row in those.values())
+  assert flips <= 0.003 * sum(row['length'] for row in expected.values())
 
 
-def test_each_group_is_graded_once_by_one_of_two(said, folder):
+def test_each_group_is_graded_by_one_process_only(results_of, folder):
   graded = {
     tag: [line.split(' ', 1) for line in (folder / f'{tag}.graded').read_text().splitlines()] for tag in ('one', 'two')
   }
   assert sorted(line for _, line in graded['two']) == sorted(line for _, line in graded['one'])
-  shares = [sum(pid == who for pid, _ in graded['two']) for who in {pid for pid, _ in graded['two']}]
-  # Steps of 3 prompts; 4 held-out ones at steps 0, 2 and 4.
+  shares = [sum(pid == process for pid, _ in graded['two']) for process in {pid for pid, _ in graded['two']}]
+  # A step has 3 prompts, of which one process has 1 and the other 2; steps 0, 2 and 4 grade 4 held-out prompts.
   assert sorted(shares) == [len(ON_POLICY) * n for n in (STEPS * 1 + 3 * 2, STEPS * 2 + 3 * 2)]
 
 
 @pytest.mark.parametrize('name', ['sft', 'grpo'])
 @pytest.mark.parametrize('tag, origin', [('one_after_two', 'two'), ('four_after_one', 'one')])
-def test_resumes_with_another_number_of_processes(said, folder, tag, origin, name):
+def test_run_resumes_with_another_number_of_processes(results_of, folder, tag, origin, name):
   resumes = (folder / tag / name / 'resumes.jsonl').read_text().splitlines()
   assert [json.loads(line)['step'] for line in resumes] == [MIDDLE]
-  found = said['four'][0][f'../four_after_one/{name}'] if (tag == 'four_after_one') else said[tag][0][name]
-  assert found == said[origin][0][name]  # restored bit for bit
+  if tag == 'four_after_one':
+    resumed = results_of['four'][0][f'../four_after_one/{name}']
+  else:
+    resumed = results_of[tag][0][name]
+  assert resumed == results_of[origin][0][name]  # restored bit for bit
   check_rows(rows(folder, tag, name), rows(folder, origin, name))
 
 
-def test_one_process_writes(said, folder):
+def test_two_processes_write_the_files_of_one(results_of, folder):
   for name in RUNS:
     files = {path.name for path in (folder / 'two' / name).iterdir()}
     assert files == {path.name for path in (folder / 'one' / name).iterdir()}
@@ -298,13 +303,15 @@ def test_one_process_writes(said, folder):
   assert [p.name for p in a.iterdir()] == [p.name for p in b.iterdir()]
 
 
-def test_different_data_is_refused_everywhere(said):
-  assert said['two'][0]['other.jsonl'] == said['two'][1]['other.jsonl']
-  assert said['two'][0]['other.jsonl'].startswith('config.data.path of sft: the content of other.jsonl of process 1')
+def test_different_data_on_two_processes_is_refused_on_both(results_of):
+  assert results_of['two'][0]['other.jsonl'] == results_of['two'][1]['other.jsonl']
+  assert results_of['two'][0]['other.jsonl'].startswith(
+    'config.data.path of sft: the content of other.jsonl of process 1'
+  )
 
 
-def test_what_is_wrong_on_one_process_ends_the_other(said):
-  first, second = (s['broken.jsonl'] for s in said['two'])
+def test_data_error_of_one_process_ends_the_other(results_of):
+  first, second = (s['broken.jsonl'] for s in results_of['two'])
   assert second.startswith('broken.jsonl:600')
   assert first == f'process 1: {second}'
 
@@ -320,10 +327,12 @@ def launch(folder, module, arguments, root=ROOT):
   )
 
 
-def refused(folder, file, *arguments, rank_1=(), root_1=ROOT, workdir='refused'):
-  """The line that two launch.train end with, exit code 2, on both alike.
+def refusal(folder, file, *arguments, rank_1=(), root_1=ROOT, workdir='refused'):
+  """Runs two processes of launch.train, which must end with exit code 2 and the same line; returns this line.
 
-  rank_1: more arguments of the second; root_1: the code that it runs.
+  Args:
+    rank_1: more arguments of the second process.
+    root_1: folder of the code that the second process runs.
   """
   address = free_address()
   results = finish(
@@ -357,7 +366,7 @@ def refused(folder, file, *arguments, rank_1=(), root_1=ROOT, workdir='refused')
 
 @pytest.fixture(scope='module')
 def plain(folder):
-  """The config file of a run of one step."""
+  """The config file of an SFT run of one step without evaluation."""
   import tiny
 
   return tiny.config_file(
@@ -365,42 +374,42 @@ def plain(folder):
   )
 
 
-def test_different_configs_are_refused_everywhere(folder, plain):
-  line = refused(folder, plain, rank_1=['--config.seed=1'])
+def test_different_configs_of_two_processes_are_refused_on_both(folder, plain):
+  line = refusal(folder, plain, rank_1=['--config.seed=1'])
   assert 'config.seed: 0 on process 0 and 1 on process 1' in line
   assert not (folder / 'refused').exists()
 
 
-def test_different_code_is_refused_everywhere(folder, plain):
+def test_different_code_of_two_processes_is_refused_on_both(folder, plain):
   """Process 1 runs from a copy of the sources that differs by a comment.
 
-  That its config differs, too, may come from its code.
+  Its config differs, too, but the error names the code, from which that may come.
   """
-  for room in 'jaxpost', 'launch':
-    shutil.copytree(ROOT / room, folder / 'newer' / room)
+  for package in 'jaxpost', 'launch':
+    shutil.copytree(ROOT / package, folder / 'newer' / package)
   with open(folder / 'newer' / 'jaxpost' / 'losses' / 'head.py', 'a') as file:
     file.write('# newer\n')
-  line = refused(folder, plain, rank_1=['--config.seed=1'], root_1=folder / 'newer')
+  line = refusal(folder, plain, rank_1=['--config.seed=1'], root_1=folder / 'newer')
   assert line.startswith('jaxpost: the code of jaxpost of process 1 (')
   assert line.endswith('); install the same version everywhere')
   assert not (folder / 'refused').exists()
 
 
 @pytest.mark.parametrize(
-  'flag, wanted',
+  'flag, expected',
   [
     ('mesh.train=fsdp=3', "config.mesh.train: 'fsdp=3' does not fit 2 device"),
     ('train.batch_size=3', 'config.train: 3 rows of a micro-batch do not split over 2'),
   ],
   ids=['mesh', 'batch'],
 )
-def test_what_does_not_fit_the_devices_of_both(flag, wanted, folder, plain):
-  assert wanted in refused(folder, plain, f'--config.{flag}')
+def test_mesh_and_batch_that_do_not_fit_the_devices_of_both_are_refused(flag, expected, folder, plain):
+  assert expected in refusal(folder, plain, f'--config.{flag}')
   assert not (folder / 'refused').exists()
 
 
-def test_a_checkpoint_of_another_model_is_refused_everywhere(folder, plain):
-  """The weights at config.model.path are others than those of the run."""
+def test_checkpoint_of_another_model_is_refused_on_both_processes(folder, plain):
+  """The model at config.model.path has another hidden size than when the run began."""
   import tiny
 
   from jaxpost import stages
@@ -414,20 +423,20 @@ def test_a_checkpoint_of_another_model_is_refused_everywhere(folder, plain):
   )
   shutil.rmtree(model)
   tiny.folder(folder / 'wide', num_heads=4, num_kv_heads=4, hidden_size=32)
-  line = refused(folder, plain, f'--config.model.path={model}', '--config.train.steps=2', workdir='begun')
+  line = refusal(folder, plain, f'--config.model.path={model}', '--config.train.steps=2', workdir='begun')
   assert ('config.model.path of sft: has hidden_size 32, in the checkpoint 16; bring it back') in line
   assert finished_steps(folder / 'begun' / 'checkpoints' / 'sft') == [1]
 
 
-def test_connections_of_gloo_are_no_output(capsys):
+def test_gloo_connection_messages_are_left_out_of_the_output(capsys):
   from launch import local
 
   local.copy(1, io.StringIO('a\n[Gloo] Rank 1 is connected to 1 peer ranks. Expected\nb\n'), sys.stdout)
   assert capsys.readouterr().out == '[1] a\n[1] b\n'
 
 
-def test_all_output_of_a_process_is_read(tmp_path, monkeypatch, capsys):
-  """Also bytes that are no UTF-8, and after the reader of this one has gone: the process would wait for ever."""
+def test_all_output_of_a_process_is_read_even_without_a_reader(tmp_path, monkeypatch, capsys):
+  """Bytes that are not UTF-8 are escaped. Output is read on when stdout is closed, or the process would block."""
   from launch import local
 
   monkeypatch.setattr(local, '_DEVICES', types.SimpleNamespace(value=None))
@@ -445,7 +454,7 @@ def test_all_output_of_a_process_is_read(tmp_path, monkeypatch, capsys):
   assert not source.read()
 
 
-def test_a_signal_to_one_process_stops_all_at_one_step(folder):
+def test_signal_to_one_process_stops_all_at_one_step(folder):
   import tiny
 
   file = tiny.config_file(
@@ -454,8 +463,8 @@ def test_a_signal_to_one_process_stops_all_at_one_step(folder):
   work = folder / 'stopped'
   run = launch(folder, 'launch.local', ['--processes=2', '--', f'--config={file}', f'--workdir={work}'])
   try:
-    deadline, seen = time.monotonic() + LIMIT, work / 'metrics.jsonl'
-    while not seen.exists() or seen.read_text().count('\n') < 3:
+    deadline, metrics_file = time.monotonic() + LIMIT, work / 'metrics.jsonl'
+    while not metrics_file.exists() or metrics_file.read_text().count('\n') < 3:
       assert run.poll() is None and time.monotonic() < deadline
       time.sleep(0.1)
     children = pathlib.Path(f'/proc/{run.pid}/task/{run.pid}/children')

@@ -1,7 +1,4 @@
-"""Right samples of the policy that are used again: the gradient, the record, the metrics, the checkpoint.
-
-Legend: N sequences, G samples a prompt.
-"""
+"""config.rl.replay: groups without a right sample get an earlier right one; its gradient, metrics, and resuming."""
 
 import json
 import math
@@ -34,11 +31,14 @@ from jaxpost.types import Experience, Prompt, Rollout
   ],
   ids=['sampler', 'weights'],
 )
-def test_the_gradient_is_that_of_both_parts(rl):
-  """One sample y is drawn, and y* is an older policy's: grad E[A(y)], and A* pi(y*) / mu(y*) grad log pi(y*)."""
+def test_gradient_of_a_replayed_group_is_the_exact_one(rl):
+  """A group has a sample y of the policy pi, and a replayed sample y* of an older policy mu.
+
+  The gradient is that of E[A(y)], plus A* pi(y*) / mu(y*) grad log pi(y*).
+  """
   answers, values, star = exact.completions(1), np.array([0.0, 0, 1, 0]), 2
   policy, older = (np.asarray(exact.logprobs(exact.params(kind), 1)) for kind in ('policy', 'sampler'))
-  wrong = np.flatnonzero(values == 0)  # groups with a right sample get no other
+  wrong = np.flatnonzero(values == 0)  # only wrong answers y, as groups with a right sample replay none
   chance = np.exp(policy[wrong, 0].astype(np.float64))
   index = np.stack([wrong, np.full(len(wrong), star)], axis=1).reshape(-1)
   replayed = np.arange(len(index)) % 2 == 1
@@ -59,20 +59,20 @@ def test_the_gradient_is_that_of_both_parts(rl):
   credit = grpo.credit(experience, config)
   weights = batching.token_weights(credit.mask, 'token', 1) * np.repeat(chance * len(chance), 2)[:, None]
   batch = batching.to_batch(rollout, range(len(index)), weights.astype(np.float32), credit.arrays, 1, row_length=16)
-  made = programs.make_loss(exact.model(), grpo.objective(config), tiny.one_device(), tiny.EXACT)
-  split = jax.tree.map(lambda x: jnp.asarray(x)[None], batch)
-  found = jax.jit(lambda p, b: programs.accumulate(made, p, b)[1])(exact.params('policy'), split)
+  loss = programs.make_loss(exact.model(), grpo.objective(config), tiny.one_device(), tiny.EXACT)
+  micro_batches = jax.tree.map(lambda x: jnp.asarray(x)[None], batch)
+  actual = jax.jit(lambda p, b: programs.accumulate(loss, p, b)[1])(exact.params('policy'), micro_batches)
 
   def expected(w):
     probability = jnp.exp(exact.logprobs(w, 1)[:, 0])
-    # The drawn sample is worse by 1, the other better by 1; the mean is over both.
+    # The advantages are -1 for y and 1 for y*; the loss is the mean over both.
     return (-probability[wrong].sum() + chance.sum() * probability[star] / math.exp(older[star, 0])) / 2
 
-  exact.close(found, (-1, jax.grad(expected)(exact.params('policy'))))
+  exact.close(actual, (-1, jax.grad(expected)(exact.params('policy'))))
 
 
 def seldom(completion_ids, **columns):
-  """1 for one in five completions."""
+  """Rewards one in five completions with 1."""
   del columns
   return [float(sum(ids) % 5 == 0) for ids in completion_ids]
 
@@ -82,41 +82,41 @@ def folder(tmp_path_factory):
   return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
 
 
-def config_of(folder, **over):
-  """Each step samples all four rows of the data."""
+def config_of(folder, **fields):
+  """Returns a config whose every step samples all four rows of the data."""
   base = dict(
     data=dict(path='generated:arithmetic:max=99,ops=+,size=4'), rl=dict(replay=2), rollout=dict(prompts=4, group_size=2)
   )
-  return tiny.grpo_config(folder, reward=seldom, **tiny.merged(base, over))
+  return tiny.grpo_config(folder, reward=seldom, **tiny.merged(base, fields))
 
 
-def played(folder, steps=6, state=None, **over):
-  """Items of a stream whose policy stays as it is, and the state before each."""
-  stream = jaxpost.policy_and_stream(config_of(folder, **over))[1]
+def items_of_stream(folder, steps=6, state=None, **fields):
+  """Returns [(state before the item, item)] of a stream whose policy is never updated."""
+  stream = jaxpost.policy_and_stream(config_of(folder, **fields))[1]
   try:
     if state:
       stream.restore(json.loads(json.dumps(state)))
-    found = []
+    items = []
     for _ in range(steps):
       before = stream.state()
-      found.append((before, next(stream)))
-    return found
+      items.append((before, next(stream)))
+    return items
   finally:
     stream.close()
 
 
 @pytest.fixture(scope='module')
 def steps(folder):
-  return played(folder)
+  return items_of_stream(folder)
 
 
-def test_wrong_groups_get_the_last_right_sample_to_their_prompt(steps):
-  """Token by token and log-prob by log-prob, at most two steps old; groups that have a right one stay as they are."""
+def test_wrong_groups_replay_the_last_right_sample_of_their_prompt(steps):
+  """The sample keeps its tokens and log-probs, and is at most two steps old. Groups with a right sample replay none."""
   stored, used = {}, 0
   for step, (_, item) in enumerate(steps):
     experience, rollout = item.experience, item.experience.rollout
     replayed = np.zeros(8, bool) if rollout.replayed is None else rollout.replayed
-    stored = {key: x for key, x in stored.items() if step - x[0] <= 2}
+    stored = {key: entry for key, entry in stored.items() if step - entry[0] <= 2}
     for g, prompt in enumerate(rollout.prompts):
       pair, key = [2 * g, 2 * g + 1], prompt.tokens.tobytes()
       own = [n for n in pair if not replayed[n]]
@@ -129,11 +129,9 @@ def test_wrong_groups_get_the_last_right_sample_to_their_prompt(steps):
         sampled_in, tokens, logprobs = stored[key]
         np.testing.assert_array_equal(rollout.completions[pair[1]], tokens)
         np.testing.assert_array_equal(experience.arrays['sampler_logprobs'][pair[1]], logprobs)
-        assert (
-          experience.rewards[pair[1]] == 1
-          and (rollout.versions[pair[1]] == sampled_in)[: rollout.lengths[pair[1]]].all()
-        )
-        assert (item.credit.arrays['advantages'][pair[1]][: rollout.lengths[pair[1]]] > 0).all()
+        length = rollout.lengths[pair[1]]
+        assert experience.rewards[pair[1]] == 1 and (rollout.versions[pair[1]] == sampled_in)[:length].all()
+        assert (item.credit.arrays['advantages'][pair[1]][:length] > 0).all()
         used += 1
     assert item.info['replay/used'] == replayed.sum() and item.info['replay/stored'] == len(stored)
     assert item.info.get('replay/wrong', 0) == 0 and 0 <= item.info.get('replay/age', 1) <= 2
@@ -141,11 +139,11 @@ def test_wrong_groups_get_the_last_right_sample_to_their_prompt(steps):
   assert used > 3
 
 
-def test_metrics_are_those_of_what_was_drawn(steps):
+def test_metrics_are_of_the_drawn_samples_only(steps):
   for _, item in steps:
     experience, rollout = item.experience, item.experience.rollout
     own = np.ones(8, bool) if rollout.replayed is None else ~rollout.replayed
-    # A replayed sample takes the place of a wrong one, so it counts 0.
+    # A replayed sample counts 0, since it takes the place of a wrong one.
     assert item.info['reward'] == pytest.approx(experience.rewards[own].sum() / 8)
     assert item.info['rewards/seldom/mean'] == item.info['reward'] and item.info['masked_samples'] == 0
     rate = np.where(own, experience.rewards, 0).reshape(4, 2).max(axis=1)
@@ -153,17 +151,17 @@ def test_metrics_are_those_of_what_was_drawn(steps):
 
 
 @pytest.mark.parametrize('staleness', [0, pytest.param(1, marks=pytest.mark.long)])
-def test_it_resumes_to_the_bit(folder, steps, staleness):
-  found = played(folder, rollout=dict(staleness=1)) if staleness else steps
-  at = next(n for n, (state, _) in enumerate(found) if len(state['replay']) > 1)
-  again = played(folder, steps=6 - at, state=found[at][0], rollout=dict(staleness=staleness))
-  assert any(item.info['replay/used'] for _, item in again)
-  for (_, one), (_, two) in zip(found[at:], again):
-    for name, x in one.credit.arrays.items():
-      np.testing.assert_array_equal(x, two.credit.arrays[name], err_msg=name)
-    kept = [{k: v for k, v in item.info.items() if not k.startswith('time/')} for item in (one, two)]
-    np.testing.assert_equal(kept[0], kept[1])
-  rollout = found[-1][1].experience.rollout
+def test_stream_with_replay_resumes_bit_for_bit(folder, steps, staleness):
+  items = items_of_stream(folder, rollout=dict(staleness=1)) if staleness else steps
+  start = next(n for n, (state, _) in enumerate(items) if len(state['replay']) > 1)
+  resumed = items_of_stream(folder, steps=6 - start, state=items[start][0], rollout=dict(staleness=staleness))
+  assert any(item.info['replay/used'] for _, item in resumed)
+  for (_, before), (_, after) in zip(items[start:], resumed):
+    for name, x in before.credit.arrays.items():
+      np.testing.assert_array_equal(x, after.credit.arrays[name], err_msg=name)
+    infos = [{k: v for k, v in item.info.items() if not k.startswith('time/')} for item in (before, after)]
+    np.testing.assert_equal(infos[0], infos[1])
+  rollout = items[-1][1].experience.rollout
   np.testing.assert_array_equal(rollout_codec.from_text(rollout_codec.to_text(rollout)).replayed, rollout.replayed)
 
 
@@ -173,8 +171,8 @@ def test_it_resumes_to_the_bit(folder, steps, staleness):
   [dict(), dict(rl=dict(old_policy='sampler')), dict(rl=dict(sampling_mask=True), rollout=dict(top_k=8))],
   ids=['weights', 'sampler', 'sampling_mask'],
 )
-def test_old_samples_are_corrected_for(folder, tmp_path, over):
-  """A policy that learns: the ratio to the stored log-probs counts."""
+def test_replayed_samples_are_corrected_for_the_older_policy(folder, tmp_path, over):
+  """As the policy learns, its ratio to the stored log-probs differs from 1."""
   over = tiny.merged(dict(train=dict(steps=4), optim=dict(lr=1e-2), log=dict(rollouts_every=1)), over)
   jaxpost.run(config_of(folder, **over), tmp_path / 'run')
   rows = [row for row in metrics.read_rows(tmp_path / 'run' / 'metrics.jsonl') if row['split'] == 'train']
@@ -188,7 +186,7 @@ def test_old_samples_are_corrected_for(folder, tmp_path, over):
 
 
 @pytest.mark.parametrize(
-  'over, words',
+  'over, message',
   [
     (dict(rl=dict(dynamic_sampling=2)), 'replay: needs a reward function'),
     (dict(algorithm='dapo'), 'replay: needs a reward function'),
@@ -205,14 +203,14 @@ def test_old_samples_are_corrected_for(folder, tmp_path, over):
     (dict(algorithm='online_dpo'), 'replay: '),
   ],
 )
-def test_where_it_does_not_hold_it_is_refused(over, words):
+def test_replay_is_refused_where_it_does_not_apply(over, message):
   over = tiny.merged(dict(algorithm='grpo', reward='x', rl=dict(replay=5)), over)
   method = algorithms.load_algorithm(over['algorithm'])
-  with pytest.raises(InputError, match=words):
+  with pytest.raises(InputError, match=message):
     method.check(config_lib.resolve(next(iter(config_lib.parse(over).values())), method.defaults))
 
 
-def test_a_reward_model_grades_too_late(folder):
+def test_replay_with_a_reward_model_alone_is_refused(folder):
   from jaxpost.stage import reward_models
 
   config = config_lib.resolve(
@@ -223,7 +221,7 @@ def test_a_reward_model_grades_too_late(folder):
     reward_models.check_uses(config, algorithms.load_algorithm('grpo'))
 
 
-def test_the_weights_come_with_it():
+def test_replay_brings_token_truncated_weights_by_default():
   method = algorithms.load_algorithm('gspo')
   config = config_lib.resolve(
     next(iter(config_lib.parse(dict(algorithm='gspo', reward='x', rl=dict(replay=5))).values())), method.defaults

@@ -1,4 +1,4 @@
-"""Programs of a model in the sandbox: what they score, and what they may do."""
+"""The reward `code` and its sandbox: rewards of a model's programs, cheating and hostile programs, and isolation."""
 
 import ctypes
 import os
@@ -23,9 +23,9 @@ CLONE = pathlib.Path(__file__).resolve().parents[1]
 
 
 def allowed():
-  """Returns whether the kernel lets a process make namespaces; uses no code of the library."""
-  call_it = 'import ctypes, sys\nsys.exit(ctypes.CDLL(None).unshare(0x10000000 | 0x20000) != 0)'
-  return sys.platform == 'linux' and not subprocess.run([sys.executable, '-c', call_it]).returncode
+  """Returns whether the kernel lets a process make namespaces, without code of the library."""
+  unshare = 'import ctypes, sys\nsys.exit(ctypes.CDLL(None).unshare(0x10000000 | 0x20000) != 0)'
+  return sys.platform == 'linux' and not subprocess.run([sys.executable, '-c', unshare]).returncode
 
 
 ALLOWED = allowed()
@@ -69,12 +69,12 @@ def reward():
     ('text ```python inline``` text', ''),
   ],
 )
-def test_last_block(text, program):
+def test_last_python_block_of_a_completion_is_the_program(text, program):
   assert code.last_block(text) == program
 
 
 @pytest.mark.parametrize(
-  'text, whole, share',
+  'text, reward_of_all, share',
   [
     (fenced(RIGHT), 1.0, 1.0),
     (fenced(WRONG), 0.0, 0.5),
@@ -86,24 +86,24 @@ def test_last_block(text, program):
     ('', 0.0, 0.0),
   ],
 )
-def test_tests(reward, text, whole, share):
+def test_code_scores_all_tests_or_their_share(reward, text, reward_of_all, share):
   shares = code.Code(timeout=10.0, memory_mb=256, share=True)
   for completion in (text, [{'role': 'assistant', 'content': text}]):
-    assert reward([completion], tests=[TESTS]) == [whole]
+    assert reward([completion], tests=[TESTS]) == [reward_of_all]
     assert shares([completion], tests=[TESTS]) == [share]
 
 
-def test_columns(reward):
+def test_columns_of_tests_setup_code_and_imports(reward):
   text = fenced(RIGHT)
   one = 'assert add(1, 2) == 3\n\ndef test_more():\n  assert add(2, 2) == 4'
   assert reward([text], tests=[one]) == [1]
-  # A function that is only defined must not pass for one that was run.
+  # A test function that is only defined must not pass: it has to be run.
   never = 'def test_it():\n  assert add(1, 1) == 3'
   assert reward([text], tests=[never]) == [0]
   needs = ['assert math.isclose(add(1, two), 3)']
   assert reward([text], test_list=[needs], test_imports=[['import math']], test_setup_code=['two = 2']) == [1]
   assert reward([text], test_list=[needs]) == [0]
-  # Rows of two files, one with each of the columns.
+  # Rows of two files may each have one of the columns.
   assert reward([text] * 2, tests=[None, one], test_list=[TESTS, None]) == [1, 1]
   for bad in (None, [], '', [' '], [3], {'a': 1}):
     assert reward([text], tests=[bad]) == [None]
@@ -111,16 +111,16 @@ def test_columns(reward):
   assert code.Code(fenced=False)([RIGHT], tests=[TESTS]) == [1]
 
 
-def test_inputs_and_outputs(reward):
+def test_programs_are_scored_by_their_outputs_for_inputs(reward):
   columns = dict(inputs=[['1 2\n', '3 4\n']], outputs=[['3', '7\n']])
   right = 'a, b = map(int, input().split())\nprint(a + b, " \\n")'
-  for program, wanted in (
+  for program, expected in (
     (right, 1),
     ('print(3)', 0),
     (right + '\nraise SystemExit(1)', 0),
     ('if __name__ == "__main__":\n  ' + right.replace('\n', '\n  '), 1),
   ):
-    assert reward([fenced(program)], **columns) == [wanted]
+    assert reward([fenced(program)], **columns) == [expected]
   shares = code.Code(timeout=10.0, share=True)
   assert shares([fenced('print(3)')], **columns) == [0.5]
   echo = fenced('print(open(0, encoding="utf-8").read())')
@@ -128,7 +128,7 @@ def test_inputs_and_outputs(reward):
 
 
 @namespaces
-def test_in_a_pool():
+def test_code_reward_in_a_pool():
   with RewardPool('code?timeout=4&share=true', timeout_s=30.0) as pool:
     with pytest.raises(InputError, match="'tests' or 'test_list' or 'inputs'"):
       pool.check(['answer'])
@@ -140,8 +140,8 @@ def test_in_a_pool():
 
 
 @namespaces
-def test_a_limit_that_would_kill_the_worker_is_refused():
-  """The programs' own limit has to end them: that is a 0, the other a mask."""
+def test_timeout_that_would_kill_the_worker_is_refused():
+  """Programs must reach their own limit first: it scores 0, whereas a killed worker masks the samples."""
   group = Group(['p'] * 9, [fenced(RIGHT)] * 9, [[1]] * 9, {'test_list': [TESTS] * 9})
   with RewardPool('code?timeout=4', timeout_s=10.0) as pool:
     with pytest.raises(InputError, match='may take 12 s, more than config.rew'):
@@ -169,14 +169,14 @@ CHEATS = {
 
 @namespaces
 @pytest.mark.parametrize('cheat', CHEATS)
-def test_cheats_pass_nothing(cheat):
+def test_cheating_programs_pass_no_test(cheat):
   limits = sandbox.SandboxLimits(timeout_s=2.0)
   assert sandbox.run_tests(CHEATS[cheat], TESTS, limits) == [False, False]
 
 
 @namespaces
-def test_what_should_be_printed_is_not_inside():
-  """Nor is one test when another runs, nor anything of the one before."""
+def test_sandbox_holds_neither_expected_outputs_nor_files_of_earlier_runs():
+  """A program sees only its own source file."""
   look = 'import gc, os, sys\nprint(sorted(os.listdir()), os.environ)'
   (shown,) = sandbox.run_inputs(look, ['in'], LIMITS)
   assert "['solution.py']" in shown
@@ -212,7 +212,7 @@ HOSTILE = {
 
 @pytest.fixture(scope='module', autouse=True)
 def subreaper():
-  """Orphans of this process become its children, and so can be told from those of another pytest worker."""
+  """Makes orphans of this process its children, which tells them from those of another pytest worker."""
   if sys.platform == 'linux':
     libc, set_child_subreaper = ctypes.CDLL(None), 36
     assert libc.prctl(set_child_subreaper, 1, 0, 0, 0) == 0
@@ -223,9 +223,9 @@ def subreaper():
 
 
 def jails():
-  """Processes of sandboxes that live and descend from this one."""
-  shown = subprocess.check_output(['ps', 'axwwo', 'pid=,ppid=,args='], text=True)
-  rows = [line.split(None, 2) for line in shown.splitlines()]
+  """Returns (pid, arguments) of the living sandbox processes that descend from this process."""
+  listing = subprocess.check_output(['ps', 'axwwo', 'pid=,ppid=,args='], text=True)
+  rows = [line.split(None, 2) for line in listing.splitlines()]
   parents = {int(pid): int(parent) for pid, parent, *_ in rows}
 
   def is_ours(pid):
@@ -242,7 +242,7 @@ def jails():
 
 @namespaces
 @pytest.mark.parametrize('name', HOSTILE)
-def test_hostile_programs_fail_and_end(name):
+def test_hostile_programs_fail_and_leave_no_process(name):
   limits = sandbox.SandboxLimits(timeout_s=1.5, memory_mb=128)
   before = jails()
   start = time.monotonic()
@@ -291,8 +291,8 @@ print('ids', os.getuid(), os.getpid() < 10, sorted(os.environ))
 
 
 @namespaces
-def test_what_is_shown_cannot_be_written(tmp_path, monkeypatch):
-  """Even where the file's mode would allow it."""
+def test_folders_that_the_sandbox_shows_are_read_only(tmp_path, monkeypatch):
+  """The mode of the folder would let a program write, but the sandbox does not."""
   shown = tmp_path / 'shown'
   shown.mkdir()
   tmp_path.chmod(0o755)
@@ -310,7 +310,7 @@ def test_what_is_shown_cannot_be_written(tmp_path, monkeypatch):
 
 
 @namespaces
-def test_processes_are_few():
+def test_number_of_processes_is_limited():
   program = (
     'import os, time\nfor i in range(1000):\n  try:\n'
     '    if os.fork() == 0: time.sleep(100)\n'
@@ -321,24 +321,24 @@ def test_processes_are_few():
 
 
 @namespaces
-def test_what_a_program_can_reach(tmp_path, monkeypatch):
+def test_program_reaches_only_its_own_folder(tmp_path, monkeypatch):
   monkeypatch.setenv('A_SECRET', 'secret')
   (tmp_path / 'secret').write_text('secret')
   with socket.create_server(('127.0.0.1', 0)) as server:
     port = server.getsockname()[1]
-    (shown,) = sandbox.run_inputs(INSPECT, [f'{tmp_path}\n{port}\n'], LIMITS)
-  lines = [line.split(maxsplit=2) for line in shown.splitlines()]
-  yes = [line[0] for line in lines if line[1] == 'yes']
-  no = [line[0] for line in lines if line[1] == 'no']
-  assert sorted(yes) == ['here', 'tmp'], shown
-  assert len(no) == 20 and 'secret' not in shown, shown
+    (printed,) = sandbox.run_inputs(INSPECT, [f'{tmp_path}\n{port}\n'], LIMITS)
+  lines = [line.split(maxsplit=2) for line in printed.splitlines()]
+  allowed_actions = [line[0] for line in lines if line[1] == 'yes']
+  denied_actions = [line[0] for line in lines if line[1] == 'no']
+  assert sorted(allowed_actions) == ['here', 'tmp'], printed
+  assert len(denied_actions) == 20 and 'secret' not in printed, printed
   assert lines[-1][:2] == ['ids', '65534']
-  assert lines[-1][2].startswith('True') and 'A_SECRET' not in shown
+  assert lines[-1][2].startswith('True') and 'A_SECRET' not in printed
   assert list(tmp_path.iterdir()) == [tmp_path / 'secret']
 
 
 @namespaces
-def test_no_sandbox_outlives_what_started_it():
+def test_sandbox_ends_when_the_process_that_started_it_is_killed():
   before = jails()
   parent = subprocess.Popen(
     [
@@ -362,14 +362,14 @@ def test_no_sandbox_outlives_what_started_it():
 
 
 @namespaces
-def test_packages_only_when_asked_for():
+def test_packages_are_visible_only_with_the_option():
   program = 'import numpy\nprint(numpy.ones(3).sum())'
-  more = sandbox.SandboxLimits(timeout_s=20.0, memory_mb=2048, packages=True)
-  assert sandbox.run_inputs(program, [''], more) == ['3.0\n']
+  with_packages = sandbox.SandboxLimits(timeout_s=20.0, memory_mb=2048, packages=True)
+  assert sandbox.run_inputs(program, [''], with_packages) == ['3.0\n']
   assert sandbox.run_inputs(program, [''], LIMITS) == [None]
 
 
-# ------------------------------------------------------------ where it is not
+# ---------------------------------------------------- without a sandbox
 
 REFUSED = """
 import sys
@@ -392,20 +392,20 @@ if __name__ == '__main__':
 
 @namespaces
 @pytest.mark.skipif(not shutil.which('unshare'), reason='needs unshare(1)')
-def test_refused_without_namespaces_unless_one_insists(tmp_path):
-  """In a user namespace that may make no further ones."""
+def test_code_reward_without_namespaces_is_refused_unless_insecure(tmp_path):
+  """It runs in a user namespace that may not make further ones."""
   (tmp_path / 'main.py').write_text(REFUSED)
   command = f'echo 0 >/proc/sys/user/max_user_namespaces && exec {sys.executable} {tmp_path}/main.py'
-  shown = subprocess.check_output(
+  printed = subprocess.check_output(
     ['unshare', '-Ur', 'sh', '-c', command], text=True, env={**os.environ, 'PYTHONPATH': str(CLONE)}
   )
-  refused, insisted = shown.splitlines()
+  refused, insecure = printed.splitlines()
   assert refused.startswith('refused: reward code: the sandbox cannot be set')
   assert 'unshare(user' in refused and 'insecure=true' in refused
-  assert insisted == '[1.0] None'
+  assert insecure == '[1.0] None'
 
 
-def test_insecure_has_limits_and_leaves_nothing(tmp_path, monkeypatch):
+def test_insecure_programs_have_limits_and_leave_no_files(tmp_path, monkeypatch):
   monkeypatch.setenv('TMPDIR', str(tmp_path))
   monkeypatch.setattr(sandbox.tempfile, 'tempdir', None)
   limits = sandbox.SandboxLimits(timeout_s=1.0, memory_mb=256, insecure=True)
@@ -417,8 +417,8 @@ def test_insecure_has_limits_and_leaves_nothing(tmp_path, monkeypatch):
 
 
 @namespaces
-def test_a_sandbox_that_breaks_is_an_error_and_no_zero(monkeypatch):
-  """It is killed while programs run, as a kernel out of memory might."""
+def test_sandbox_that_breaks_is_an_error_rather_than_a_zero(monkeypatch):
+  """The sandbox is killed while programs run, as a kernel that is out of memory might kill it."""
 
   class Popen(subprocess.Popen):
     def __init__(self, *args, **kwargs):
@@ -431,8 +431,8 @@ def test_a_sandbox_that_breaks_is_an_error_and_no_zero(monkeypatch):
 
 
 @namespaces
-def test_a_program_that_cannot_start_is_an_error(monkeypatch):
-  """The interpreter is outside: nothing was run, so nothing failed."""
+def test_program_that_cannot_start_is_an_error(monkeypatch):
+  """The interpreter is outside of the sandbox: nothing was run, so the program has not failed."""
   monkeypatch.setattr(sandbox, '_binds', lambda packages: [])
   hidden = not sandbox._python().startswith('/usr/')
   if not hidden:

@@ -1,4 +1,4 @@
-"""Solutions that try to forge a verdict score 0; honest ones score 1; other tests are refused by name."""
+"""The judge of code rewards: forged verdicts score 0, honest solutions 1, and tests it cannot judge are refused."""
 
 import ast
 import dataclasses
@@ -11,19 +11,19 @@ from tests.test_rewards_code import ALLOWED, WHY_NOT
 
 pytestmark = pytest.mark.skipif(not ALLOWED, reason=WHY_NOT)
 LIMITS = sandbox.SandboxLimits(timeout_s=3.0, memory_mb=256)
-PATIENT = dataclasses.replace(LIMITS, timeout_s=60.0)  # for what has to succeed, on a busy machine
+PATIENT = dataclasses.replace(LIMITS, timeout_s=60.0)  # for programs that must succeed, also on a busy machine
 TESTS = ['assert add(1, 2) == 3', 'def check(candidate):\n  assert candidate(20, 22) == 42\ncheck(add)']
 WRONG = '\ndef add(a, b): return -1\n'
 FRAME = """{"value": true}"""
-# Writes a frame to every file that may be the channel.
-TELLS = f"""
+# A program that writes a frame to every file descriptor that may be the channel to the judge
+FORGE = f"""
 import os
 for i in range(1, 9):
   try: os.write(i, b'{FRAME}\\n')
   except OSError: pass
 """
 
-# Each is a module that runs, and whose `add` never computes a sum.
+# Each solution is a module that runs, but its `add` never computes a sum.
 FORGERIES = {
   'exec does nothing': 'import builtins\nbuiltins.exec = lambda *a, **k: None' + WRONG,
   'compile gives pass': 'import builtins\nc = builtins.compile\nbuiltins.compile = lambda s, *a: c("", *a)' + WRONG,
@@ -128,13 +128,13 @@ FORGERIES = {
     f"      if callable(v) and k != 'add' and k[:2] != '__': f.f_globals[k] = lambda *a, **k: b'{FRAME}'\n"
     '    f = f.f_back\n  return -1'
   ),
-  'runs another program': f'import os, sys\ndef add(a, b): os.execv(sys.executable, [sys.executable, "-c", {TELLS!r}])',
+  'runs another program': f'import os, sys\ndef add(a, b): os.execv(sys.executable, [sys.executable, "-c", {FORGE!r}])',
   'module for the next program': (
     'for name in ("json.py", "sitecustomize.py", "usercustomize.py", "x.pth"):\n'
-    f'  with open(name, "w") as f: f.write({TELLS!r} + "dumps = loads = lambda *a, **k: True")\n' + WRONG
+    f'  with open(name, "w") as f: f.write({FORGE!r} + "dumps = loads = lambda *a, **k: True")\n' + WRONG
   ),
   'alarm': (
-    f'import signal\ndef tell(*a): exec({TELLS!r})\n'
+    f'import signal\ndef tell(*a): exec({FORGE!r})\n'
     'def add(a, b):\n  signal.signal(signal.SIGALRM, tell)\n'
     '  signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)\n  return -1'
   ),
@@ -158,7 +158,7 @@ FORGERIES = {
   'builtins of the test': 'import builtins\nbuiltins.abs = builtins.all = lambda *a: True\nabs = all = sorted = min'
   + WRONG,
 }
-RUNS = """
+EXECUTE_SOLUTION = """
 import sys
 print('ran', flush=True)
 try: exec(compile(sys.stdin.read(), 'x', 'exec'), {'__name__': 'solution'})
@@ -167,16 +167,17 @@ except Exception as error: print('Error', type(error).__name__)
 
 
 @pytest.mark.parametrize('name', FORGERIES)
-def test_a_forgery_runs_and_scores_nothing(name):
-  shown = sandbox.run_inputs(RUNS, [FORGERIES[name]], PATIENT)[0]
-  assert shown and shown.startswith('ran') and 'Error' not in shown
+def test_forgery_runs_and_passes_no_test(name):
+  printed = sandbox.run_inputs(EXECUTE_SOLUTION, [FORGERIES[name]], PATIENT)[0]
+  assert printed and printed.startswith('ran') and 'Error' not in printed
   assert sandbox.run_tests(FORGERIES[name], TESTS, LIMITS) == [False, False]
 
 
-def test_there_are_fifty_forgeries():
+def test_at_least_fifty_forgeries_are_tested():
   assert len(FORGERIES) >= 50
 
 
+# (a right solution, a test that it must pass)
 HONEST = [
   ('def f(a, b): return a + b', 'assert f(1, 2) == 3'),
   ('def f(x): return [1, (2, 3)]', 'assert f(0) == [1, (2, 3)]'),
@@ -215,10 +216,11 @@ HONEST = [
 
 
 @pytest.mark.parametrize('solution, test', HONEST)
-def test_an_honest_solution_passes(solution, test):
+def test_honest_solution_passes(solution, test):
   assert sandbox.run_tests(solution, [test], PATIENT) == [True]
 
 
+# A test that the judge cannot evaluate: pattern of the error
 REFUSED = {
   'class TestIt(unittest.TestCase):\n  def test_a(self): pass': 'plain `assert`',
   'import numpy as np\nassert np.allclose(f(1), 2)': 'imports numpy',
@@ -240,17 +242,17 @@ REFUSED = {
 
 
 @pytest.mark.parametrize('source', REFUSED)
-def test_a_test_that_cannot_be_judged_is_refused_by_name(source):
+def test_unreadable_test_is_refused_with_its_reason(source):
   with pytest.raises(checks.UnreadableTest, match=REFUSED[source]):
     checks.read(source)
 
 
-def test_what_only_the_evaluation_shows_to_be_unreadable_is_no_failure():
+def test_test_found_unreadable_during_evaluation_is_an_error_rather_than_a_failure():
   with pytest.raises(checks.UnreadableTest, match='str.upper'):
     sandbox.run_tests('def f(x): return x', ['assert str.upper(f("a")) == "A"'], PATIENT)
 
 
-def test_each_attribute_of_a_plain_value_is_judged_or_refused():
+def test_each_attribute_of_a_plain_value_is_evaluated_or_refused():
   values_ = ('', [], (), {}, set(), frozenset(), 0, 0.0, 0j, b'', range(0), False)
   for name in {name for value in values_ for name in dir(value)} - {'__class__'}:
     try:
@@ -264,7 +266,7 @@ def test_each_attribute_of_a_plain_value_is_judged_or_refused():
       assert not hasattr(value, name) or evaluator._value(node, {}) is not None, (value, name)
 
 
-def test_a_row_that_cannot_be_judged_is_counted_and_never_scored():
+def test_row_with_an_unreadable_test_is_masked_and_counted():
   reward, logged = code.Code(fenced=False), []
   bad, good = ['import numpy as np\nassert np.all(f(1))'], ['assert f(1) == 1']
   rewards = reward(['def f(x): return x'] * 2, tests=[bad, good], log_metric=lambda *pair: logged.append(pair))
@@ -275,17 +277,17 @@ def test_a_row_that_cannot_be_judged_is_counted_and_never_scored():
     reward([''], tests=[bad])
 
 
-def test_a_function_with_arguments_and_results_as_json():
+def test_entry_point_is_called_with_json_arguments_and_results():
   reward = code.Code(fenced=False)
   solution = 'class Solution:\n  def add(self, a, b): return (a + b, True)\ndef add(a, b): return [a + b, 1]'
   columns = dict(inputs=[[[1, 2]], ['1\n2'], [[1, 2]]], outputs=[[[3, True]], ['[3, true]'], [[3, True]]])
   names = ['Solution().add', 'Solution().add', 'add']
   assert reward([solution] * 3, entry_point=names, **columns) == [1.0, 1.0, 0.0]
-  human = ['def check(candidate):\n  assert candidate(1, 2)[0] == 3']
-  assert reward([solution], tests=[human], entry_point=['add']) == [1.0]
+  humaneval_tests = ['def check(candidate):\n  assert candidate(1, 2)[0] == 3']
+  assert reward([solution], tests=[humaneval_tests], entry_point=['add']) == [1.0]
 
 
-def test_values_compare_as_python_does_except_bools():
+def test_values_compare_as_in_python_except_bools():
   for a, b, equal in (
     (1, 1.0, True),
     (True, 1, False),
@@ -299,7 +301,7 @@ def test_values_compare_as_python_does_except_bools():
   assert values.same((1, (2,)), [1, [2]], exact=False)
 
 
-def test_the_evaluator_knows_every_node_that_is_let_pass():
+def test_evaluator_handles_every_node_that_the_reader_accepts():
   for kind in (*checks._STATEMENTS, *checks._EXPRESSIONS):
     assert kind is ast.Starred or hasattr(dialog._Evaluator, f'_{kind.__name__}'), kind
 
@@ -307,5 +309,5 @@ def test_the_evaluator_knows_every_node_that_is_let_pass():
 @pytest.mark.parametrize(
   'test', ['assert f(1) ** 10 ** 9 > 0', 'assert "a" * f(10 ** 12)', 'assert sum(range(f(10 ** 12)))']
 )
-def test_a_value_cannot_make_the_judge_compute_without_end(test):
+def test_value_of_a_solution_cannot_make_the_judge_compute_forever(test):
   assert sandbox.run_tests('def f(x): return x + 2', [test], LIMITS) == [False]

@@ -1,4 +1,4 @@
-"""A judge behind a URL that answers, fails, is slow, or talks nonsense."""
+"""The reward `judge` with a server that answers, fails, is slow, or sends garbage."""
 
 import pathlib
 import re
@@ -16,6 +16,7 @@ from jaxpost.workers import call
 
 @pytest.fixture
 def double():
+  """Starts servers that play a judge; see judge_double.py."""
   with judge_double.doubles() as start:
     yield start
 
@@ -32,8 +33,8 @@ def scores(server, *texts, prompts=None, time_limit_s=None, columns=None, **opti
   return reward(prompts or ['p'] * len(texts), list(texts), time_limit_s=time_limit_s, **(columns or {}))
 
 
-def test_scores(double, template):
-  said = {
+def test_judge_reads_the_last_score_of_an_answer(double, template):
+  answers = {
     'right': 'Good. Score: 10',
     'wrong': 'score = 0',
     'half': '**Score:** 5',
@@ -43,12 +44,12 @@ def test_scores(double, template):
     'beyond': 'Score: 11',
     'none': 'I like it',
   }
-  server = double(lambda text, attempt: said[text.split('|')[1]])
-  got = scores(server, *said, template=template, retries=1)
-  assert got == [1.0, 0.0, 0.5, 0.75, 0.2, 0.3, None, None]
-  chat = [[{'role': 'assistant', 'content': text}] for text in said]
+  server = double(lambda text, attempt: answers[text.split('|')[1]])
+  expected = scores(server, *answers, template=template, retries=1)
+  assert expected == [1.0, 0.0, 0.5, 0.75, 0.2, 0.3, None, None]
+  chat = [[{'role': 'assistant', 'content': text}] for text in answers]
   prompt = [{'role': 'system', 'content': 's'}, {'role': 'user', 'content': 'u'}]
-  assert scores(server, *chat, template=template, retries=0, prompts=[prompt] * 8) == got
+  assert scores(server, *chat, template=template, retries=0, prompts=[prompt] * 8) == expected
   path, headers, body = server.requests[-1]
   assert path == '/v1/chat/completions' and 'Authorization' not in headers
   assert body['model'] == 'm' and body['temperature'] == 0
@@ -57,7 +58,7 @@ def test_scores(double, template):
   assert server.seen['p|right|0-10'] == 1 and server.seen['p|none|0-10'] == 2
 
 
-def test_scale_and_pattern(double):
+def test_score_pattern_and_range_are_options(double):
   server = double(lambda text, attempt: 'Score: 3 <mark>-1</mark>')
   assert scores(server, 'a', score='<mark>(.*?)</mark>', min=-1.0, max=1.0) == [0.0]
   assert scores(server, 'a', min=1.0, max=5.0) == [0.5]
@@ -67,7 +68,7 @@ def test_scale_and_pattern(double):
   assert scores(server, 'a', retries=0) == [None]
 
 
-def test_what_is_filled_in_stays_as_it_is(double, tmp_path):
+def test_values_in_a_template_are_not_expanded_again(double, tmp_path):
   path = tmp_path / 'template.txt'
   path.write_text('{"json": 1} {{completion}} {answer}: {completion}', 'utf-8')
   server = double(lambda text, attempt: 'Score: 5')
@@ -77,7 +78,7 @@ def test_what_is_filled_in_stays_as_it_is(double, tmp_path):
   assert list(server.seen) == ['{"json": 1} {{answer} {min}} 4: {answer} {min}']
 
 
-def test_the_rubric_of_the_docs(double, tmp_path):
+def test_rubric_template_of_the_docs_works(double, tmp_path):
   text = (pathlib.Path(__file__).parents[1] / 'docs/rewards.md').read_text('utf-8')
   path = tmp_path / 'rubric.txt'
   path.write_text(re.search(r'### A rubric.*?```text\n(.*?)```', text, re.S)[1], 'utf-8')
@@ -85,8 +86,8 @@ def test_the_rubric_of_the_docs(double, tmp_path):
   reward = judge.Judge(server.url, 'm', template=str(path), max=2.0)
   assert reward.needs_columns == ('rubric',)
   assert reward(['2+2?'], ['4'], rubric=['says 4\nis a sentence']) == [0.5]
-  (seen,) = server.seen
-  assert 'says 4\nis a sentence\n' in seen and 'from 0 to 2.' in seen
+  (question,) = server.seen
+  assert 'says 4\nis a sentence\n' in question and 'from 0 to 2.' in question
 
 
 @pytest.mark.parametrize(
@@ -103,20 +104,20 @@ def test_the_rubric_of_the_docs(double, tmp_path):
     b'[' * 100_000,
   ],
 )
-def test_what_passes_is_tried_again(double, first):
+def test_temporary_failures_are_retried(double, first):
   server = double(lambda text, attempt: first if attempt < 3 else 'Score: 5')
   assert scores(server, 'a', 'b') == [0.5, 0.5]
   assert sorted(server.seen.values()) == [3, 3]
 
 
-def test_a_rate_limit_is_waited_for(double):
+def test_rate_limit_waits_for_retry_after(double):
   server = double(lambda text, attempt: 429 if attempt == 1 else 'Score: 5')
   start = time.monotonic()
   assert scores(server, 'a') == [0.5]
   assert time.monotonic() - start > 0.95  # Retry-After
 
 
-def test_pauses_grow(monkeypatch, double):
+def test_pauses_between_retries_double(monkeypatch, double):
   pauses = []
   monkeypatch.setattr(judge.time, 'sleep', pauses.append)
   server = double(lambda text, attempt: 500)
@@ -128,7 +129,7 @@ def test_pauses_grow(monkeypatch, double):
     assert 0.5 * 2**i <= pause <= 1.5 * 2**i
 
 
-def test_garbage_to_the_end_is_none_and_no_zero(double):
+def test_answers_without_a_score_after_all_retries_are_masked(double):
   server = double(lambda text, attempt: b'garbage')
   logged = {}
   reward = judge.Judge(server.url, 'm', pause=0.01, retries=2)
@@ -137,7 +138,7 @@ def test_garbage_to_the_end_is_none_and_no_zero(double):
   assert sorted(server.seen.values()) == [3, 3]
 
 
-def test_one_that_fails_for_good_masks_itself(double):
+def test_request_that_fails_for_good_masks_only_its_sample(double):
   server = double(lambda text, attempt: 400 if 'long' in text else 'Score: 5')
   assert scores(server, 'a', 'too long', 'b') == [0.5, None, 0.5]
   assert sum(server.seen.values()) == 3
@@ -149,17 +150,17 @@ def test_one_that_fails_for_good_masks_itself(double):
     (401, 'no request was answered: HTTP 401 .*told to fail'),
     (404, 'HTTP 404'),
     (500, 'HTTP 500'),
-    (302, 'HTTP 302'),  # a key must not go elsewhere
+    (302, 'HTTP 302'),  # a redirect is not followed, as the API key must not go to another server
   ],
 )
-def test_a_server_that_never_answers_fails_the_group(double, status, message):
+def test_server_that_answers_no_request_fails_the_group(double, status, message):
   server = double(lambda text, attempt: status)
   with pytest.raises(call.RewardError, match=message):
     scores(server, 'a', 'b', retries=1)
   assert set(server.seen.values()) == {2 if status == 500 else 1}
 
 
-def test_no_server(double):
+def test_unreachable_server_fails_the_group(double):
   server = double(None)
   server.shutdown()
   server.server_close()
@@ -167,10 +168,10 @@ def test_no_server(double):
     scores(server, 'a', retries=1)
 
 
-def test_timeouts(double):
+def test_slow_requests_are_retried_and_then_masked(double):
   server = double(lambda text, attempt: 2.0 if 'slow' in text and (attempt == 1 or 'always' in text) else 'Score: 5')
   assert scores(server, 'slow', 'fast', 'always slow', timeout=0.3, retries=1) == [0.5, 0.5, None]
-  # Shortly before the worker would be killed, what is there is returned.
+  # Shortly before the worker would be killed, the rewards that are known by then are returned.
   start = time.monotonic()
   assert scores(server, 'fast', 'always slow', timeout=9.0, time_limit_s=1.0) == [0.5, None]
   assert time.monotonic() - start < 1.0
@@ -180,15 +181,15 @@ def test_requests_overlap_up_to_parallel(double):
   server = double(lambda text, attempt: 0.2)
   start = time.monotonic()
   assert scores(server, *map(str, range(16))) == [0.5] * 16
-  assert time.monotonic() - start < 1.5  # 3.2 one after the other
+  assert time.monotonic() - start < 1.5  # one after the other, they would take 3.2 seconds
   assert 4 <= server.most <= 8
   server.most = 0
   scores(server, *map(str, range(4)), parallel=1)
   assert server.most == 1
 
 
-def test_in_a_pool_with_a_key(double, template, monkeypatch, tmp_path):
-  """The key reaches the server, and the run's config names its variable."""
+def test_judge_in_a_pool_sends_its_api_key(double, template, monkeypatch, tmp_path):
+  """The config of a run holds only the name of the environment variable with the key."""
   server = double(lambda text, attempt: 'Score: 8' if 'a' in text else 'hm')
   monkeypatch.setenv('MY_API_KEY', 'canary-1')
   (tmp_path / 'answer.txt').write_text('{completion}={answer}')

@@ -1,4 +1,4 @@
-"""The builtin rewards: what they read out of a completion, and GSM8K."""
+"""Built-in math rewards (numeric_match, gsm8k, math_verify): the number they read from a completion, and its reward."""
 
 import fractions
 import json
@@ -56,7 +56,7 @@ GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden/losses.json').read_
     ('007', 7),
   ],
 )
-def test_last_number(text, number):
+def test_last_number_of_a_text(text, number):
   assert math_rewards.last_number(text) == number
 
 
@@ -80,12 +80,12 @@ def test_last_number(text, number):
     ('no idea', None),
   ],
 )
-def test_final_number(text, number):
+def test_final_number_prefers_delimiters_and_boxes(text, number):
   assert math_rewards.final_number(text) == number
 
 
 BOXES = [
-  # text in a box, its number
+  # (text in a box, the number that it stands for)
   ('18', 18),
   ('-18', -18),
   ('+18', 18),
@@ -152,46 +152,46 @@ BOXES = [
 
 
 @pytest.mark.parametrize('text, number', BOXES)
-def test_a_box_is_one_value(text, number):
+def test_box_is_read_as_one_number(text, number):
   assert math_rewards.boxed_number(text) == number
   assert math_rewards.final_number('so 7 and \\boxed{' + text + '}') == number
 
 
-# The library adds up '1 + 2', and does not know these spellings of plain text, which models write.
+# math_verify does not know these spellings of plain text, which models write.
 PLAIN_TEXT = {'18.', r'1\,234', '18 dollars', '18cm', 'Total: 18', r'\frac{1,000}{3}', '3 1/2', '1e3', '7:30'}
-OTHERWISE = {'1 + 2', r'\mathrm{18}\text{ apples}', *PLAIN_TEXT}
+READ_DIFFERENTLY = {'1 + 2', r'\mathrm{18}\text{ apples}', *PLAIN_TEXT}  # math_verify adds up '1 + 2'
 
 
-@pytest.mark.parametrize('text, number', [(text, n) for text, n in BOXES if text and text not in OTHERWISE])
+@pytest.mark.parametrize('text, number', [(text, n) for text, n in BOXES if text and text not in READ_DIFFERENTLY])
 def test_boxes_are_read_as_math_verify_reads_them(text, number):
-  """The library finds a box equal to our number, and equal to no plain number where we read none."""
+  """math_verify finds a box equal to our number; where we read no number, it finds it equal to no plain number."""
   library = pytest.importorskip('math_verify')
-  found = library.parse('$\\boxed{' + text + '}$', parsing_timeout=None)
+  parsed = library.parse('$\\boxed{' + text + '}$', parsing_timeout=None)
   guesses = [number] if number is not None else [math_rewards.last_number(text), 7]
   for guess in guesses:
     if guess is not None:
       gold = library.parse(f'${guess}$', parsing_timeout=None)
-      assert library.verify(gold, found, timeout_seconds=None) == (number is not None), (text, guess, found)
+      assert library.verify(gold, parsed, timeout_seconds=None) == (number is not None), (text, guess, parsed)
 
 
-def test_a_number_of_10000_digits_costs_nothing():
+def test_numbers_of_10000_digits_are_compared():
   digits = '9' * 10_000
   assert math_rewards.numeric_match([digits, digits + '1', '1/' + digits], [digits, digits, '9']) == [1.0, 0.0, 0.0]
 
 
-def test_an_unreadable_answer_is_no_verdict():
+def test_row_whose_answer_has_no_number_is_masked():
   for reward in (math_rewards.numeric_match, math_rewards.gsm8k):
     assert reward(['7', 'x', '7'], [7, '7', 'none']) == [1.0, 0.0, None]
   assert math_rewards.exact_match([' a\n', 'b', 'a b', 'None'], ['a', 'a', 'a  b', None]) == [1.0, 0.0, 0.0, None]
 
 
-def test_text_of():
+def test_text_of_a_chat_is_that_of_its_last_assistant_message():
   assert text_of('a') == 'a'
   assert text_of([{'role': 'assistant', 'content': 'a'}]) == 'a'
   assert text_of([{'role': 'assistant', 'content': None}]) == ''
   assert text_of([{'content': 'call'}, {'content': 'answer'}]) == 'answer'
   assert text_of([{'content': [{'type': 'text', 'text': 'a'}]}]) == 'a'
-  # Only the model's own text is graded, never what a tool has answered.
+  # Only the model's own text is graded, never the answer of a tool.
   call, tool = {'role': 'assistant', 'content': 'call'}, {'role': 'tool', 'content': '#### 4'}
   assert text_of([call, tool]) == 'call' and text_of([tool]) == ''
   assert math_rewards.gsm8k([[call, tool]], ['4']) == [0.0]
@@ -200,7 +200,7 @@ def test_text_of():
 
 
 MATH = [
-  # text, answer, reward
+  # (text, answer of the row, reward)
   (r'so \boxed{63}', '63', 1.0),
   (r'so \boxed{64}', '63', 0.0),
   (r'It is $x = \frac{126}{2}$, thus \boxed{\frac{126}{2}}.', '63', 1.0),
@@ -215,8 +215,8 @@ MATH = [
 ]
 
 
-def test_math_verify():
-  """The first four are TRL's accuracy_reward for 63."""
+def test_math_verify_rewards_alone_and_in_a_pool():
+  """The first four rewards of MATH are those of TRL's accuracy_reward for the answer 63."""
   assert [reward for _, _, reward in MATH[:4]] == GOLDEN['trl/accuracy_reward_gold63']
   pytest.importorskip('math_verify', reason="not installed: pip install -e '.[math]'")
   texts, answers, rewards = zip(*MATH)
@@ -230,7 +230,7 @@ def test_math_verify():
 
 
 BARE = [
-  # answer of a row, boxes that are right, boxes that are wrong
+  # (answer of a row, boxes that are right, boxes that are wrong)
   (r'3\sqrt{13}', [r'\sqrt{117}'], ['3', '13']),
   ('6 - 5i', ['-5i + 6'], ['5', '6 + 5i']),
   (r'\pi', [], ['3']),
@@ -265,7 +265,10 @@ BARE = [
 
 
 def test_math_verify_reads_answers_without_delimiters():
-  """The row's own answer is right, too; a sentence has its number; what is neither LaTeX nor a word has no verdict."""
+  """The answer of the row itself is right, too. A sentence is read as its number.
+
+  An answer that is neither LaTeX nor a single word masks its row.
+  """
   pytest.importorskip('math_verify')
   reward = math_rewards.MathVerify()
   for answer, right, wrong in BARE:
@@ -277,8 +280,8 @@ def test_math_verify_reads_answers_without_delimiters():
     assert reward([r'\boxed{1}'], [answer]) == [None]
 
 
-def test_math_500_own_answers(shared_data):
-  """A sample of those that are no plain integers; each is right in a box, and the next one is wrong."""
+def test_math_500_answers_equal_themselves_but_not_each_other(shared_data):
+  """Of the answers that are not integers, every eighth is right in a box, and the next one of these is wrong."""
   pytest.importorskip('math_verify')
   answers = [row['answer'] for row in json.loads((shared_data('math') / 'math500.json').read_text())]
   answers = sorted({a for a in answers if not a.lstrip('-').isdigit()})[::8]
@@ -289,27 +292,27 @@ def test_math_500_own_answers(shared_data):
   assert reward(boxes[1:] + boxes[:1], answers) == [0.0] * len(answers)
 
 
-def test_math_verify_that_is_not_installed(monkeypatch):
+def test_math_verify_without_its_package_is_refused(monkeypatch):
   monkeypatch.setitem(sys.modules, 'math_verify', None)
   with pytest.raises(InputError, match=r"'math_verify', .*'.\[math\]'"):
     math_rewards.MathVerify()
 
 
 @pytest.mark.parametrize('text', ['', '\u00e4 \U0001f600', '\ud800', '{' * 9999])
-def test_odd_texts_are_wrong_and_no_error(text):
+def test_odd_texts_are_wrong_rather_than_errors(text):
   for reward in (math_rewards.exact_match, math_rewards.numeric_match, math_rewards.gsm8k):
-    for said in (text, [{'role': 'assistant', 'content': text}]):
-      assert reward([said], ['42']) == [0.0]
+    for completion in (text, [{'role': 'assistant', 'content': text}]):
+      assert reward([completion], ['42']) == [0.0]
 
 
-def test_gsm8k_own_answers(shared_data):
+def test_gsm8k_answers_equal_themselves(shared_data):
   for name, rows in (('train', 7473), ('test', 1319)):
     text = (shared_data('gsm8k') / f'{name}.jsonl').read_text()
     answers = [json.loads(line)['answer'] for line in text.splitlines()]
     assert len(answers) == rows
     assert math_rewards.gsm8k(answers, answers) == [1.0] * rows
-    assert [math_rewards.delimited(a) for a in answers] == answers  # for math_verify, too, they are no bare LaTeX
-    # The number of the row, read without our code.
+    assert [math_rewards.delimited(a) for a in answers] == answers  # so that math_verify takes none for bare LaTeX
+    # The number after ####, read without code of the library
     golds = [a.split('#### ')[1].replace(',', '') for a in answers]
     assert [str(math_rewards.final_number(a)) for a in answers] == golds
     assert math_rewards.gsm8k([f'{g}1' for g in golds], answers) == [0.0] * rows
@@ -322,7 +325,7 @@ def test_unknown_builtin_is_named_with_a_suggestion():
     builtin.locate(3)
 
 
-def test_names():
+def test_short_names_of_rewards_are_unique():
   fn = text_of
   assert builtin.short_names(('gsm8k', './a.py:f', 'b:f', fn)) == ('gsm8k', './a.py:f', 'b:f', 'text_of')
   with pytest.raises(InputError, match='given twice'):

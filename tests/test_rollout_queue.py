@@ -1,8 +1,7 @@
-"""Sampling on devices of its own, and ahead of training by a fixed lag.
+"""config.rollout.staleness and mesh.rollout_devices: sampling ahead of training, on devices of its own.
 
-One driver on eight fake devices (`main` below) makes the runs; the tests
-compare what they left, bit for bit. `by_hand` is what a lag means, written
-down plainly: each phase waits for the one before.
+A driver on eight virtual devices (`main` below) makes the runs, and the tests compare their results bit for bit.
+`by_hand` defines a lag of sampling with phases that wait for each other.
 """
 
 import hashlib
@@ -19,7 +18,7 @@ import jaxpost
 from jaxpost.errors import InputError
 
 STEPS = 5
-# name -> (mesh, rollout)
+# name of a run: (config.mesh, config.rollout)
 RUNS = {
   'sync': (dict(train='fsdp=4', rollout='data=2,tensor=2'), dict()),
   'one': (dict(train='fsdp=4', rollout='data=2,tensor=2'), dict(staleness=1)),
@@ -49,7 +48,8 @@ def config(folder, name):
 
 
 @pytest.fixture(scope='module')
-def said(tmp_path_factory):
+def results(tmp_path_factory):
+  """{name of a run: results}, as `main` prints them."""
   import tiny
 
   folder = tmp_path_factory.mktemp('ahead')
@@ -59,53 +59,53 @@ def said(tmp_path_factory):
 
 
 @pytest.mark.parametrize('name', ['sync', 'one', 'three', 'same devices'])
-def test_lag_is_what_it_says(said, name):
-  """Weights and every drawn token; lag 0 is the synchronous run."""
-  assert said[name]['stream'] == said[name]['by hand']
+def test_stream_with_a_lag_equals_phases_by_hand(results, name):
+  """The final weights and every sampled token are equal; the run with lag 0 is synchronous."""
+  assert results[name]['stream'] == results[name]['by hand']
 
 
-def test_lags_differ(said):
-  assert said['sync']['stream'] != said['one']['stream']
+def test_lag_of_one_step_differs_from_no_lag(results):
+  assert results['sync']['stream'] != results['one']['stream']
 
 
 @pytest.mark.parametrize('name', RUNS)
-def test_resumes_to_the_bit(said, name):
-  """Evaluations in between take no weights away; nothing is sampled twice."""
-  rows, again = said[name]['rows'], said[name]['resumed']
+def test_run_that_samples_ahead_resumes_bit_for_bit(results, name):
+  """Evaluations in between leave the sampler its weights, and nothing is sampled twice."""
+  rows, resumed = results[name]['rows'], results[name]['resumed']
   assert [r['step'] for r in rows if r['split'] == 'train'] == [*range(1, STEPS + 1)]
-  assert again == rows
-  assert said[name]['params'] == said[name]['resumed params']
+  assert resumed == rows
+  assert results[name]['params'] == results[name]['resumed params']
 
 
 @pytest.mark.parametrize('name', ['one', 'three', 'swap'])
-def test_staleness_is_bounded(said, name):
+def test_reported_staleness_is_that_of_the_config(results, name):
   lag = RUNS[name][1]['staleness']
-  rows = [r for r in said[name]['rows'] if r['split'] == 'train']
+  rows = [r for r in results[name]['rows'] if r['split'] == 'train']
   assert [r['staleness/max'] for r in rows] == [min(lag, step) for step in range(STEPS)]
   if name != 'swap':
     assert all(r['staleness/mean'] == r['staleness/max'] for r in rows)
-  else:  # the first two blocks of a rollout are of older weights
+  else:  # weights are swapped after two blocks of a rollout, so that its first tokens are of older weights
     assert all(r['staleness/max'] - 1 < r['staleness/mean'] < r['staleness/max'] for r in rows[2:])
   assert rows[-1]['importance_weight'] != 1
 
 
-def test_versions_of_tokens(said):
-  """Tokens of the first blocks, and those after the swap."""
-  for step, versions in enumerate(said['swap']['versions']):
+def test_inflight_update_swaps_the_weights_of_later_tokens(results):
+  """All eight tokens have the older version, or the last four have the newer one."""
+  for step, versions in enumerate(results['swap']['versions']):
     old, new = max(0, step - 2), max(0, step - 1)
     assert versions in ([[old]] * 8, [[old]] * 4 + [[new]] * 4)
-  assert [[0]] * 4 + [[1]] * 4 in said['swap']['versions']
+  assert [[0]] * 4 + [[1]] * 4 in results['swap']['versions']
 
 
-def test_timeline(said):
-  """The timeline of devices and threads is in each row of metrics, and in a file for Perfetto."""
-  for row in said['one']['times'][1:]:
+def test_timeline_is_in_metrics_and_in_a_trace_file(results):
+  """Busy times of devices are in each row of metrics, and the spans of devices and threads in a file for Perfetto."""
+  for row in results['one']['times'][1:]:
     busy = {k: row[f'time/busy/{k}'] for k in ('train', 'rollout', 'both')}
     assert 0 <= busy['both'] <= min(busy['train'], busy['rollout'])
     assert max(busy.values()) <= row['time/step'] * 1.001
     assert busy['train'] > 0
-  assert sum(r['time/busy/rollout'] for r in said['one']['times']) > 0
-  events = said['one']['events']
+  assert sum(r['time/busy/rollout'] for r in results['one']['times']) > 0
+  events = results['one']['events']
   lanes = {(e['pid'], e['tid']): e['args']['name'] for e in events if e['name'] == 'thread_name'}
   assert set(lanes.values()) == {'host', 'train', 'rollout', 'weights'}
   spans = {}
@@ -117,7 +117,7 @@ def test_timeline(said):
   assert names['rollout'] == {'sample'} and names['weights'] == {'reshard'}
   assert names['host'] >= {'sample', 'update', 'reward', 'data', 'wait'}
   assert [x[2] for x in sorted(spans['train'])].count('update') == STEPS
-  for lane in spans.values():  # one thing at a time
+  for lane in spans.values():  # the spans of a lane do not overlap
     for (_, end, _), (start, *_) in zip(sorted(lane), sorted(lane)[1:]):
       assert start >= end - 2  # microseconds, rounded
 
@@ -126,7 +126,7 @@ class Device(types.SimpleNamespace):
   __hash__ = object.__hash__
 
 
-def test_rows_that_context_does_not_split():
+def test_row_length_that_the_context_axis_does_not_divide_is_refused():
   from jaxpost.distributed import phases
   from jaxpost.stage import schema
 
@@ -135,7 +135,7 @@ def test_rows_that_context_does_not_split():
     phases.make_layouts(schema.MeshSection(train='context=4'), 34, devices)
 
 
-def test_weights_that_do_not_fit_the_training_devices():
+def test_training_devices_that_are_no_multiple_of_a_rollout_replica_are_refused():
   from jaxpost.distributed import bridge, phases
   from jaxpost.stage import schema
 
@@ -152,86 +152,93 @@ def digest(tree):
   return hashlib.sha256(b''.join(np.asarray(x).tobytes() for x in jax.tree.leaves(tree))).hexdigest()
 
 
-def by_hand(given):
-  """Weights and tokens of a run whose phases wait for each other."""
+def by_hand(config_dict):
+  """Returns digests of the weights and tokens of a run whose phases wait for each other."""
   import jax
   import numpy as np
 
-  policy, stream = jaxpost.policy_and_stream(given)
-  config_, lag, drawn = stream.config, given['rollout']['staleness'], []
+  policy, stream = jaxpost.policy_and_stream(config_dict)
+  config_, lag, completions = stream.config, config_dict['rollout']['staleness'], []
 
-  def host():
+  def params_on_host():
     return jax.tree.map(np.array, policy.params)
 
   def placed(tree):
     return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), tree, policy.params)
 
-  after = [host()]  # each update
+  weights_by_version = [params_on_host()]  # the weights after each update
   for step in range(STEPS):
     version = max(0, step - lag)
-    old = types.SimpleNamespace(params=placed(after[version]))
+    old = types.SimpleNamespace(params=placed(weights_by_version[version]))
     stream.engine.load(old.params, version)
     rollout = stream.sampler(next(stream.prompts)[0], config_.rollout.group_size, step)
     stream.engine.unload()
-    drawn.append(rollout.completions)
+    completions.append(rollout.completions)
     pending = stream.grader.submit(rollout)
     scores = stream.scorer.fetch(stream.scorer.start(rollout))
     experience = stream.make_experience(stream.grade(pending, scores), scores)
     updates = stream.make_batches(experience, stream.algorithm.credit(experience, config_))
     jax.block_until_ready([policy.update(batch) for _, batch in updates])
     stream.step += 1
-    after.append(host())
+    weights_by_version.append(params_on_host())
   stream.close()
-  return digest(after[-1]), digest(drawn)
+  return digest(weights_by_version[-1]), digest(completions)
 
 
-def by_stream(given, versions):
-  """The same of the controller; nothing waits that need not."""
+def by_stream(config_dict, versions):
+  """Returns the digests of `by_hand` for the controller's stream, which waits only where it must.
 
-  policy, stream = jaxpost.policy_and_stream(given)
-  drawn = []
+  Appends to `versions`, for each step, the versions of the weights that sampled each position of its completions.
+  """
+  policy, stream = jaxpost.policy_and_stream(config_dict)
+  completions = []
   for _ in range(STEPS):
     item = next(stream)
     rollout = item.experience.rollout
-    drawn.append(rollout.completions)
-    every = [{int(v) for v, n in zip(column, rollout.lengths) if n > i} for i, column in enumerate(rollout.versions.T)]
-    versions.append([sorted(x) for x in every])
+    completions.append(rollout.completions)
+    versions_of_step = []
+    for i, column in enumerate(rollout.versions.T):
+      versions_of_step.append(sorted({int(v) for v, length in zip(column, rollout.lengths) if length > i}))
+    versions.append(versions_of_step)
     for _, batch in item.updates:
       policy.update(batch)
   stream.close()
-  return digest(policy.params), digest(drawn)
+  return digest(policy.params), digest(completions)
 
 
 def main(folder):
+  """Makes all runs, each as a stream and by hand, and once more resumed after step 2; prints {name: results}."""
   from jaxpost import stages
   from jaxpost.distributed.phases import make_layout
   from jaxpost.models import model as model_lib
   from jaxpost.monitor import metrics
   from jaxpost.stage import load_weights, model_folders
 
-  folder, said = pathlib.Path(folder), {}
+  folder, results = pathlib.Path(folder), {}
   shape = model_folders.open_folder(f'{folder}/model', '')[1]
   model, layout = model_lib.build(shape), make_layout('fsdp=-1', 'train')
   for name in RUNS:
-    given, versions = config(folder, name), []
-    found = {'stream': by_stream(given, versions), 'versions': versions}
+    config_dict, versions = config(folder, name), []
+    run_results = {'stream': by_stream(config_dict, versions), 'versions': versions}
     if name not in ('swap', 'rounds'):
-      found['by hand'] = by_hand(given)
-    for what, tag in ('rows', 'params'), ('resumed', 'resumed params'):
-      work = folder / name / what
-      if what == 'resumed':  # killed after step 2
+      run_results['by hand'] = by_hand(config_dict)
+    for kind, tag in ('rows', 'params'), ('resumed', 'resumed params'):
+      work = folder / name / kind
+      if kind == 'resumed':  # as if the run had been killed after step 2
         shutil.copytree(folder / name / 'rows', work)
         for step in 4, 5:
           shutil.rmtree(work / 'checkpoints' / 'grpo' / str(step))
         (work / 'summary.json').unlink()
-      stages.run(given, work)
-      found[what] = metrics.comparable_rows(work / 'metrics.jsonl')
-      if what == 'rows':
-        found['times'] = [row for row in metrics.read_rows(work / 'metrics.jsonl') if row['split'] == 'train']
-        found['events'] = json.loads((work / 'timeline' / 'grpo.json').read_text().rstrip(',\n') + ']')
-      found[tag] = digest(load_weights.read_checkpoint(work / 'checkpoints' / 'grpo', STEPS, model, layout, 'float32'))
-    said[name] = found
-  print(json.dumps(said))
+      stages.run(config_dict, work)
+      run_results[kind] = metrics.comparable_rows(work / 'metrics.jsonl')
+      if kind == 'rows':
+        run_results['times'] = [row for row in metrics.read_rows(work / 'metrics.jsonl') if row['split'] == 'train']
+        run_results['events'] = json.loads((work / 'timeline' / 'grpo.json').read_text().rstrip(',\n') + ']')
+      run_results[tag] = digest(
+        load_weights.read_checkpoint(work / 'checkpoints' / 'grpo', STEPS, model, layout, 'float32')
+      )
+    results[name] = run_results
+  print(json.dumps(results))
 
 
 if __name__ == '__main__':

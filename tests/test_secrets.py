@@ -1,4 +1,4 @@
-"""Secrets stay where they are: workers see few environment variables, and run folders hold none."""
+"""Secrets: workers see no variables that may hold one, run folders hold none, and configs with one are refused."""
 
 import os
 import pathlib
@@ -71,7 +71,7 @@ def file(tmp_path, monkeypatch):
   return tmp_path / 'code.py'
 
 
-def test_what_a_worker_sees(file, monkeypatch):
+def test_worker_variables_leave_out_possible_secrets(file, monkeypatch):
   monkeypatch.setenv('http_proxy', 'http://proxy:3128')
   kept, dropped = process.worker_variables()
   assert CANARY not in ' '.join(kept.values()) and {*NAMES, 'https_proxy'} <= {*dropped}
@@ -83,7 +83,7 @@ def test_what_a_worker_sees(file, monkeypatch):
     process.worker_variables(('NO_SUCH',))
 
 
-def test_rewards(file):
+def test_reward_function_sees_only_variables_that_env_vars_names(file):
   group = Group(['p'] * 2, [','.join(NAMES), 'PATH'], [[1]] * 2, {})
   with RewardPool(f'{file}:seen') as pool:
     assert pool.grade([group])[0].rewards == [0.0, 1.0]
@@ -91,18 +91,18 @@ def test_rewards(file):
     assert pool.grade([group])[0].rewards == [1.0, 1.0]
 
 
-@pytest.mark.parametrize('env_vars, found', [((), 'nothing'), (('MY_VALUE',), CANARY)])
-def test_environments(env_vars, found, file):
+@pytest.mark.parametrize('env_vars, expected', [((), 'nothing'), (('MY_VALUE',), CANARY)])
+def test_environment_sees_only_variables_that_env_vars_names(env_vars, expected, file):
   pool = EnvironmentPool(f'{file}:Env', workers=1, env_vars=env_vars)
   try:
-    (one,) = pool.all
-    one.submit(verb='reset', row={}).result()
-    assert one.submit(verb='call', name='look', arguments={'name': 'MY_VALUE'}).result().value == found
+    (worker,) = pool.all
+    worker.submit(verb='reset', row={}).result()
+    assert worker.submit(verb='call', name='look', arguments={'name': 'MY_VALUE'}).result().value == expected
   finally:
     pool.close()
 
 
-def test_a_run_folder_holds_none(file, tmp_path):
+def test_run_folder_and_output_hold_no_secret(file, tmp_path):
   config = tiny.grpo_config(
     tiny.folder(tmp_path / 'nano'),
     reward=f'{file}:fine',
@@ -131,8 +131,8 @@ def test_a_run_folder_holds_none(file, tmp_path):
     (dict(reward=('length', './r.py:fn?a=1&db_password=x')), r'config.reward\[1\]'),
   ],
 )
-def test_a_config_holds_none(change, field):
-  """It would be kept in config.json; the line that says so does not hold it either."""
+def test_config_with_a_secret_is_refused(change, field):
+  """Otherwise config.json would hold the secret. The error does not repeat it."""
   with pytest.raises(InputError, match=f'^{field}: looks like a secret') as error:
     config_lib.parse(change)
   assert 'sk-1' not in str(error.value) and 'pass@' not in str(error.value)
@@ -147,5 +147,5 @@ def test_a_config_holds_none(change, field):
     dict(data=dict(path='org/name@main:file.jsonl')),
   ],
 )
-def test_what_is_no_secret_is_taken(change):
+def test_config_fields_that_only_resemble_secrets_are_accepted(change):
   config_lib.parse(change)

@@ -1,4 +1,4 @@
-"""The packages of an installation: bounds, tested versions, licenses."""
+"""Dependencies: version bounds in setup.py, the tested versions in constraints/, licenses, and documented installs."""
 
 import ast
 import importlib.metadata
@@ -10,48 +10,48 @@ from packaging.requirements import Requirement
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 CONSTRAINTS = sorted((CLONE / 'constraints').glob('*.txt'))
-CALENDAR = ('fsspec',)  # versions are dates: no bound says what would break
-FREE = re.compile(r'\b(MIT|BSD|0BSD|Apache|ISC|PSF|MPL-2\.0|Zlib|CC0)\b', re.I)
+CALENDAR = ('fsspec',)  # packages whose versions are dates, so that an upper bound would say nothing
+PERMISSIVE = re.compile(r'\b(MIT|BSD|0BSD|Apache|ISC|PSF|MPL-2\.0|Zlib|CC0)\b', re.I)
 SUFFIXES = ('.py', '.md', '.sh', '.txt', '.yaml', '.ipynb', '.jinja')
 COPYLEFT = re.compile(r'\b(A?GPL|SSPL|BUSL|proprietary|Commons Clause|CC-BY-NC)', re.I)
 
 
 def core():
-  """The requirements of a core install."""
+  """Returns the requirements of an installation without extras."""
   tree = ast.parse((CLONE / 'setup.py').read_text('utf-8'))
   (lines,) = [n.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == 'CORE']
   return [Requirement(line) for line in ast.literal_eval(lines)]
 
 
 def pinned(path):
-  """{name: version} of a file of constraints."""
+  """Returns {package: version} of a constraints file."""
   rows = [line.split('==') for line in path.read_text('utf-8').splitlines() if not line.startswith('#')]
   return {name: version.strip() for name, version in rows}
 
 
-def test_each_dependency_has_bounds():
+def test_each_dependency_has_version_bounds():
   for requirement in core():
     operators = {x.operator for x in requirement.specifier}
     assert operators == ({'>='} if requirement.name in CALENDAR else {'>=', '<'}), requirement
 
 
 @pytest.mark.parametrize('path', CONSTRAINTS, ids=lambda path: path.stem)
-def test_constraints_are_within_the_bounds(path):
+def test_constraints_are_within_the_bounds_of_the_dependencies(path):
   python = path.stem.rpartition('-')[2]
-  found = pinned(path)
+  versions = pinned(path)
   for requirement in core():
     if requirement.marker is None or requirement.marker.evaluate({'python_version': python}):
       name = requirement.name.lower().replace('_', '-')
-      assert requirement.specifier.contains(found[name]), requirement
-  assert not found.keys() & {'torch', 'tensorflow'}
+      assert requirement.specifier.contains(versions[name]), requirement
+  assert not versions.keys() & {'torch', 'tensorflow'}
 
 
-def test_constraints_are_of_all_versions_of_jax():
-  """One file each, for a Python of its own: CI takes the file of its Python, and the matrix a Python for each file."""
-  found = [re.fullmatch(r'jax-(\d+\.\d+)-python-(\d+\.\d+)', path.stem).groups() for path in CONSTRAINTS]
-  assert [jax for jax, _ in found] == ['0.10', '0.11', '0.12']
-  assert len({python for _, python in found}) == len(found)
-  for path, (jax, _) in zip(CONSTRAINTS, found):
+def test_each_supported_jax_has_a_constraints_file_with_its_own_python():
+  """CI takes the file that is named after its Python, and the matrix installs a Python for each file."""
+  versions = [re.fullmatch(r'jax-(\d+\.\d+)-python-(\d+\.\d+)', path.stem).groups() for path in CONSTRAINTS]
+  assert [jax for jax, _ in versions] == ['0.10', '0.11', '0.12']
+  assert len({python for _, python in versions}) == len(versions)
+  for path, (jax, _) in zip(CONSTRAINTS, versions):
     assert pinned(path)['jax'].startswith(f'{jax}.')
 
 
@@ -64,16 +64,16 @@ def license_of(name):
 
 @pytest.mark.parametrize('name', sorted({name for path in CONSTRAINTS for name in pinned(path)}))
 def test_licenses_are_permissive(name):
-  """MPL-2.0 covers its own files only."""
+  """MPL-2.0 is accepted, since it covers only its own files."""
   try:
     text = license_of(name)
   except importlib.metadata.PackageNotFoundError:
     pytest.skip('is not installed with this version of jax')
-  assert FREE.search(text) and not COPYLEFT.search(text), text
+  assert PERMISSIVE.search(text) and not COPYLEFT.search(text), text
 
 
-def test_no_line_installs_jaxpost_from_a_registry():
-  """It has no release there, so pip would fetch a package of that name by another author."""
+def test_no_documented_command_installs_jaxpost_from_a_registry():
+  """jaxpost has no release in a registry, so pip would fetch a package of this name by another author."""
   files = [p for d in ('jaxpost', 'launch', 'docs', 'configs', 'notebooks', 'tests') for p in (CLONE / d).rglob('*')]
   texts = {p: p.read_text('utf-8', 'replace') for p in [*files, CLONE / 'README.md'] if p.suffix in SUFFIXES}
   assert len(texts) > 300

@@ -1,4 +1,4 @@
-"""config.data.chat_template and config.data.template_kwargs reach every chat that a stage renders."""
+"""config.data.chat_template and config.data.template_kwargs apply to every chat that a stage renders."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from jaxpost.stage import prepare, records, schema, weight_sources
 from jaxpost.tools import completions, inference
 from launch import config_flag
 
-# Like Qwen3's template: without thinking, a turn starts with an empty thinking block.
+# Like the template of Qwen3, in which turns start with an empty thinking block where thinking is off
 TEMPLATE = """\
 {% set empty = '' if enable_thinking else '<think></think>' -%}
 {% if effort %}<effort {{ effort }}>{% endif %}{% for m in messages -%}
@@ -38,14 +38,14 @@ def folder(tmp_path):
 
 
 def load(folder, **data):
-  """The tokenizer of a stage by a config with these data fields."""
+  """Returns the tokenizer of a stage whose config has these data fields."""
   config = config_lib.parse(dict(model=dict(tokenizer=folder), data=data))['sft']
   source = records.Source(tiny.config(vocab_size=512))
   return prepare.load_tokenizer(config, source, source)
 
 
 def texts(folder, **data):
-  """(training row, prompt of the sampler) as text, by a config with these data fields."""
+  """Returns the texts of a training row and of a sampler's prompt, by a config with these data fields."""
   tokenizer = load(folder, **data)
   row = chat.make_example(tokenizer, {'messages': [QUESTION, ANSWER]}, 'a:1').tokens
   prompt = prompts.prompt_tokens(tokenizer, {'messages': [QUESTION]}, 'a:1')
@@ -57,32 +57,32 @@ def test_thinking_is_off_by_default(folder):
   assert all('assistant\n<think></think>' in text for text in texts(folder))
 
 
-def test_one_field_switches_training_rows_and_prompts(folder):
+def test_template_kwargs_apply_to_training_rows_and_prompts(folder):
   assert not any('<think>' in text for text in texts(folder, template_kwargs=THINKING))
-  both = texts(folder, template_kwargs={'effort': 'high'})
-  assert all(text.startswith('<effort high>') and '<think>' in text for text in both)
+  high_effort = texts(folder, template_kwargs={'effort': 'high'})
+  assert all(text.startswith('<effort high>') and '<think>' in text for text in high_effort)
 
 
-def test_the_command_line_sets_one_variable():
+def test_command_line_sets_single_template_kwargs():
   config = {'data': {}}
   config_flag.apply(config, {'data.template_kwargs.enable_thinking': ['True'], 'data.template_kwargs.effort': ['high']})
   assert config_lib.parse(config)['sft'].data.template_kwargs == {'enable_thinking': True, 'effort': 'high'}
   assert config_flag.locate({}, 'data.template_kwargs.any') == ('', 'data.template_kwargs.any')
 
 
-def test_the_former_field_is_refused_with_the_new_name():
+def test_former_field_enable_thinking_is_refused_with_the_new_name():
   with pytest.raises(InputError, match=r'renamed; write config\.data\.template_kwargs\.enable_thinking'):
     config_lib.parse({'data': {'enable_thinking': True}})
 
 
-def test_variables_that_the_template_does_not_read_are_refused(folder):
+def test_template_kwargs_that_the_template_does_not_read_are_refused(folder):
   with pytest.raises(InputError, match=r'config\.data\.template_kwargs\.enable_thinkin: the chat template of .* reads'):
     load(folder, template_kwargs={'enable_thinkin': True})
   with pytest.raises(InputError, match=r'config\.data\.template_kwargs.*: messages is given'):
     load(folder, template_kwargs={'messages': []})
 
 
-def test_a_column_overrides_the_prompt_of_its_row(folder):
+def test_column_chat_template_kwargs_overrides_the_config_for_its_row(folder):
   tokenizer = load(folder)
   rows = sources.read('rows', fake_rows=[{'prompt': [QUESTION], 'chat_template_kwargs': k} for k in (None, THINKING)])
   for tools in (None, [{'type': 'function', 'function': {'name': 'f'}}]):
@@ -91,25 +91,25 @@ def test_a_column_overrides_the_prompt_of_its_row(folder):
     assert thinks == [True, False]
 
 
-def test_a_request_overrides_the_chat_of_a_server(folder):
+def test_request_to_a_server_overrides_template_kwargs(folder):
   tokenizer = load(folder)
   translator = openai_format.Translator(tokenizer, 99)
-  for given, thinks in ({}, True), ({'chat_template_kwargs': THINKING}, False):
-    prompt = translator.chat_prompt({'messages': [QUESTION], **given})
+  for fields, thinks in ({}, True), ({'chat_template_kwargs': THINKING}, False):
+    prompt = translator.chat_prompt({'messages': [QUESTION], **fields})
     assert ('<think>' in tokenizer.decode(prompt, skip_special=False)) == thinks
   with pytest.raises(InputError, match='chat_template_kwargs: 3 is no mapping'):
     translator.chat_prompt({'messages': [QUESTION], 'chat_template_kwargs': 3})
 
 
-def test_later_turns_of_an_environment_follow_the_row(folder):
+def test_later_turns_of_an_environment_follow_the_column_of_the_row(folder):
   tokenizer = load(folder)
-  made = turns.Turns(tokenizer)
+  turns_ = turns.Turns(tokenizer)
   for row, thinks in ({}, True), ({'chat_template_kwargs': THINKING}, False):
-    for ids in made.answers([('f', 'x')], row), made.continuation([QUESTION], True, row):
+    for ids in turns_.answers([('f', 'x')], row), turns_.continuation([QUESTION], True, row):
       assert ('<think>' in tokenizer.decode(ids, skip_special=False)) == thinks
 
 
-def test_an_exported_tokenizer_has_the_template_and_its_switches(tmp_path, folder):
+def test_exported_tokenizer_keeps_the_template_and_its_kwargs(tmp_path, folder):
   (tmp_path / 'other.jinja').write_text(f'{{# other #}}{TEMPLATE}')
   for source in ('bytes', folder):
     tokenizer = load(source, chat_template=str(tmp_path / 'other.jinja'), template_kwargs=THINKING)
@@ -121,12 +121,12 @@ def test_an_exported_tokenizer_has_the_template_and_its_switches(tmp_path, folde
     import transformers
 
     assert transformers.AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
-    # A model folder is sampled as it was trained, unless a config says otherwise.
+    # A model folder is sampled with the kwargs of its training, unless a config sets others.
     assert texts(str(out)) == texts(folder, template_kwargs=THINKING)
     assert texts(str(out), template_kwargs={'enable_thinking': False}) == texts(folder)
 
 
-def test_commands_take_the_switches_of_a_folder_or_a_flag(tmp_path):
+def test_commands_take_template_kwargs_from_the_folder_or_a_flag(tmp_path):
   path = tiny.folder(tmp_path / 'nano')
   load('bytes', chat_template=TEMPLATE).save(path)
   for text, thinks in ('', True), ('{"enable_thinking": true}', False):
@@ -138,7 +138,7 @@ def test_commands_take_the_switches_of_a_folder_or_a_flag(tmp_path):
       inference.with_template_kwargs(weights.inputs.tokenizer, text)
 
 
-def test_a_template_is_given_by_a_file_or_its_text(tmp_path):
+def test_chat_template_is_a_file_or_the_text_itself(tmp_path):
   (tmp_path / 't.jinja').write_text(TEMPLATE)
   assert texts('bytes', chat_template=TEMPLATE) == texts('bytes', chat_template=str(tmp_path / 't.jinja'))
   assert '<think>' in texts('bytes', chat_template=TEMPLATE)[0]
@@ -147,7 +147,7 @@ def test_a_template_is_given_by_a_file_or_its_text(tmp_path):
 
 
 @pytest.mark.parametrize('end, warned', [('<|im_end|>', False), (';', True)])
-def test_a_template_that_ends_no_turn_with_a_stop_token_is_told(end, warned, caplog):
+def test_template_whose_turns_end_without_a_stop_token_is_warned_of(end, warned, caplog):
   template = '{% for m in messages %}{{ m.role + ":" + m.content + "END" }}{% endfor %}'.replace('END', end)
   tokenizer = load('bytes', chat_template=template)
   example = chat.make_example(tokenizer, {'messages': [QUESTION, ANSWER]}, 'a:1')
@@ -158,21 +158,21 @@ def test_a_template_that_ends_no_turn_with_a_stop_token_is_told(end, warned, cap
   assert ('no trained span ends in a stop token (<|im_end|>)' in caplog.text) == warned
 
 
-def test_weights_of_a_run_or_an_adapter_come_with_their_tokenizer(tmp_path, monkeypatch):
-  """An adapter has the tokenizer of its base; a run as `model.path` does not fall back to bytes."""
-  cfg = tiny.config(vocab_size=512)
-  base = records.Source(cfg, folder=tmp_path / 'base')
-  adapter = records.Source(cfg, folder=tmp_path / 'adapter', base=base)
+def test_run_or_adapter_as_model_path_brings_its_tokenizer(tmp_path, monkeypatch):
+  """An adapter takes the tokenizer of its base; a run as `model.path` must not fall back to the byte tokenizer."""
+  config_ = tiny.config(vocab_size=512)
+  base = records.Source(config_, folder=tmp_path / 'base')
+  adapter = records.Source(config_, folder=tmp_path / 'adapter', base=base)
   assert adapter.tokenizer_path(schema.ModelSection(path='x')) == str(tmp_path / 'base')
   assert adapter.tokenizer_path(schema.ModelSection(path='x', tokenizer='y')) == 'y'
-  gone = str(tmp_path / 'gone')
+  missing = str(tmp_path / 'gone')
   for section, path in (
-    (dict(path=gone, tokenizer='y'), 'y'),
+    (dict(path=missing, tokenizer='y'), 'y'),
     (dict(path='', preset='./gone.py:f'), 'bytes'),
     (dict(path='org/name'), 'org/name'),
   ):
     assert weight_sources.saved_tokenizer_path(schema.ModelSection(**section)) == path
-  of_run = records.Source(cfg, checkpoints=tmp_path / 'run' / 'checkpoints' / 'sft')
+  of_run = records.Source(config_, checkpoints=tmp_path / 'run' / 'checkpoints' / 'sft')
   other = types.SimpleNamespace(encode=lambda text: [1])
   monkeypatch.setattr('jaxpost.stage.weight_sources.tokenizer_of', lambda source, earlier: other)
   (config,) = config_lib.parse(tiny.run_config('run')).values()
