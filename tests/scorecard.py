@@ -61,8 +61,8 @@ ROWS = (
     'kills',
     (
       'test_kills.py',
-      'test_resume.py::test_killed_at_any_moment',
-      'test_checkpoint.py::test_kill_inside_a_write',
+      'test_resume.py::test_run_killed_at_random_moments_resumes_bitwise',
+      'test_checkpoint.py::test_kill_9_during_write_keeps_previous_step',
       'test_checkpoint.py::test_kill_between_commit_and_seal_and_inside_a_removal',
     ),
   ),
@@ -71,7 +71,7 @@ ROWS = (
     'SIGTERM, SIGINT and SIGHUP, once and again, in the start, steps, compilation and export: no step is lost',
     'tests',
     ('test_signals.py', 'test_resume.py::test_signal_in_the_last_step_is_not_lost'),
-    ('test_resume.py::test_told_to_stop', 'test_processes.py::test_signal_to_one_process_stops_all_at_one_step'),
+    ('test_resume.py::test_run_stopped_by_sigterm_saves_and_resumes_bitwise', 'test_processes.py::test_signal_to_one_process_stops_all_at_one_step'),
   ),
   Row(
     'R3',
@@ -85,7 +85,7 @@ ROWS = (
     'Faults of one process end all processes in time: killed, stopped, stuck, missing, slow, different,'
     ' with clocks an hour apart',
     'tests',
-    ('test_faults.py::test_a_killed_process[worker]', 'test_faults.py::test_a_missing_host[1]'),
+    ('test_faults.py::test_killed_process_is_named_and_ends_the_others_in_time[worker]', 'test_faults.py::test_missing_host_is_named_and_ends_the_others_in_time[1]'),
     ('test_faults.py',),
   ),
   Row(
@@ -94,8 +94,8 @@ ROWS = (
     'flips and cuts',
     (
       'test_checkpoint.py::test_every_flipped_bit_is_noticed',
-      'test_checkpoint.py::test_truncated_and_missing_files',
-      'test_resume.py::test_damaged_checkpoints',
+      'test_checkpoint.py::test_truncated_or_missing_file_falls_back_to_previous_step',
+      'test_resume.py::test_damaged_checkpoint_falls_back_and_none_left_ends_with_code_3',
       'test_flips.py',
     ),
   ),
@@ -145,7 +145,7 @@ ROWS = (
     (
       'test_data_tokenizer.py::test_code_in_a_folder_is_never_run',
       'test_layering.py::test_rule[no_pickle]',
-      'test_rewards_pool.py::test_secrets_stay_here',
+      'test_rewards_pool.py::test_secrets_in_environment_are_hidden_from_workers',
     ),
   ),
   Row(

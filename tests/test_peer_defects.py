@@ -26,7 +26,7 @@ from jaxpost.stage import config as config_lib
 
 TESTS = pathlib.Path(__file__).parent
 CAUGHT_BY = {
-  'finished rows go on decoding': 'test_sampler.py:test_slots_and_blocks_do_not_matter',
+  'finished rows go on decoding': 'test_sampler.py:test_samples_do_not_depend_on_slots_and_blocks',
   'a group is prefilled once for each sample': 'test_peer_defects.py:test_a_group_reads_its_prompt_once',
   'another temperature compiles again': 'test_peer_defects.py:test_sampling_parameters_compile_nothing',
   'the cache is replicated': 'test_peer_defects.py:test_the_cache_is_split_over_the_batch_axes',
@@ -42,11 +42,11 @@ CAUGHT_BY = {
   'overlong penalty in characters': 'test_peer_defects.py:test_overlong_counts_tokens',
   'dynamic sampling ignored': 'test_grpo_family.py:test_dynamic_sampling_fills_the_batch_with_varied_groups',
   'the list of rewards is changed': 'test_peer_defects.py:test_the_config_is_not_changed',
-  'resume replays the data': 'test_resume.py:test_killed_at_any_moment',
+  'resume replays the data': 'test_resume.py:test_run_killed_at_random_moments_resumes_bitwise',
   'all logits at once': 'test_head.py:test_the_update_never_holds_all_logits',
   'rows padded to the longest possible': 'test_peer_defects.py:test_short_completions_share_rows',
   'left padding': 'test_peer_defects.py:test_short_completions_share_rows',
-  'rewards without a timeout': 'test_rewards_pool.py:test_a_hang_costs_the_others_nothing',
+  'rewards without a timeout': 'test_rewards_pool.py:test_hanging_group_does_not_delay_other_groups',
   'a failed reward is 0': 'test_rewards_pool.py:test_a_bad_reward_masks_its_group_only',
   'text is tokenised again for training': 'test_peer_defects.py:test_trained_tokens_are_those_that_were_sampled',
   'loss depends on the accumulation': 'test_grpo_family.py:test_loss_and_gradients_do_not_depend_on_the_layout_of_rows',
