@@ -71,7 +71,10 @@ ROWS = (
     'SIGTERM, SIGINT and SIGHUP, once and again, in the start, steps, compilation and export: no step is lost',
     'tests',
     ('test_signals.py', 'test_resume.py::test_signal_in_the_last_step_is_not_lost'),
-    ('test_resume.py::test_run_stopped_by_sigterm_saves_and_resumes_bitwise', 'test_processes.py::test_signal_to_one_process_stops_all_at_one_step'),
+    (
+      'test_resume.py::test_run_stopped_by_sigterm_saves_and_resumes_bitwise',
+      'test_processes.py::test_signal_to_one_process_stops_all_at_one_step',
+    ),
   ),
   Row(
     'R3',
@@ -85,7 +88,10 @@ ROWS = (
     'Faults of one process end all processes in time: killed, stopped, stuck, missing, slow, different,'
     ' with clocks an hour apart',
     'tests',
-    ('test_faults.py::test_killed_process_is_named_and_ends_the_others_in_time[worker]', 'test_faults.py::test_missing_host_is_named_and_ends_the_others_in_time[1]'),
+    (
+      'test_faults.py::test_killed_process_is_named_and_ends_the_others_in_time[worker]',
+      'test_faults.py::test_missing_host_is_named_and_ends_the_others_in_time[1]',
+    ),
     ('test_faults.py',),
   ),
   Row(
