@@ -263,7 +263,7 @@ def test_arrays_that_would_broadcast_are_refused(name):
 
 
 def test_clipped_value_loss():
-  """By hand, for values that are clipped up, clipped down, inside the range, and clipped where that does not raise the loss."""
+  """By hand: clipped up, clipped down, inside the range, and clipped where that does not raise the loss."""
   values = jnp.array([[2.0, -2.0, 0.1, 2.0]])
   returns = np.array([[0.0, 0.0, 1.0, 3.0]])
   loss, clipped = values_lib.clipped_value_loss(values, np.zeros((1, 4)), returns, 0.5)

@@ -153,7 +153,7 @@ def test_router_losses_add_up_over_micro_batches():
 
 
 def test_router_metrics_of_a_balanced_and_a_collapsed_layer():
-  """Two layers of 4 experts: one balanced, one that sends all tokens to one expert. A batch without tokens gives finite values."""
+  """One layer is balanced, the other uses one expert of 4. Of a batch without tokens, metrics are finite."""
   chosen = np.stack([np.arange(8) % 4, np.zeros(8, int)]).reshape(2, 1, 8, 1)
   routing = moe.Routing(jnp.asarray(chosen), jnp.zeros((2, 1, 8, 4)))
   empty = routing_lib.metrics(routing_lib.totals(routing, np.zeros((1, 8), bool)))
