@@ -94,9 +94,9 @@ def teacher_config(**over) -> dict:
 def in_steps(row: dict) -> dict:
   """Makes two small additions of the four digits of a sum, with a line for each.
 
-  A wrong sum gets slips by one in the first line, the second, or both; these lines have false labels. All terms are even,
-  so slips are odd, and a judge learns to tell them in 100 steps. Of sums up to 99 it would learn in 300 steps only that
-  slips become likelier toward the end.
+  A wrong sum gets slips by one in the first line, the second, or both; these lines have false labels. All terms are
+  even, so slips are odd, and a judge learns to tell them in 100 steps. Of sums up to 99 it would learn in 300 steps
+  only that slips become likelier toward the end.
   """
   terms = [int(digit) % 3 * 2 for digit in '{:>02}{:>02}'.format(*row['prompt'][-1]['content'].strip('=').split('+'))]
   shown = int(row['completion'][0]['content'])
@@ -160,8 +160,8 @@ class Case:
 
   metric: of evaluation.
   gain: the least change that the test asks for; negative where the metric must fall.
-  start: a model of `MODELS`. 'early' is a quarter of the way to 'start'; the later model ranks pairs so well that methods
-    without a reference have nothing to learn.
+  start: a model of `MODELS`. 'early' is a quarter of the way to 'start'; the later model ranks pairs so well that
+    methods without a reference have nothing to learn.
   """
 
   config: dict
@@ -350,7 +350,7 @@ def located(config: dict, folder: pathlib.Path) -> dict:
 
 
 def measure(name: str, folder: pathlib.Path, seed: int = 0) -> dict:
-  """Runs a case and returns {before, after, seconds, train rows}; `folder` keeps its run and the models of all cases."""
+  """Runs a case; returns {before, after, seconds, train rows}. `folder` keeps its run and the models of all cases."""
   case, start_time = (CASES | VARIANTS)[name], time.perf_counter()
   config = located(tiny.merged(case.config, dict(seed=seed, init_from=case.start)), folder)
   rows = run(name, config, folder)

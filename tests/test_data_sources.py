@@ -76,7 +76,7 @@ def test_parquet_and_array_record_files_are_read(tmp_path):
 
 
 def test_null_keys_of_other_objects_are_dropped_from_parquet(tmp_path):
-  """A list of a columnar file has one type with the keys of all its objects, so a call gets others' arguments as nulls."""
+  """A list in a columnar file has one type, so each object gets the keys of the others as nulls."""
   calls = [dict(function=dict(name='f', arguments=dict(a=1))), dict(function=dict(name='g', arguments=dict(b=2)))]
   tools = [dict(type='function', function=dict(name=n, parameters={'properties': {n: {}}})) for n in 'ab']
   tools[0]['function']['parameters']['properties']['a']['type'] = 'string'

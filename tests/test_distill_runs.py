@@ -1,4 +1,4 @@
-"""Distillation runs (distill, gkd, opd): teachers, the cache of their logits, stages, meshes, bad input, and learning."""
+"""Distillation runs (distill, gkd, opd): teachers, the cache of their logits, stages, meshes, bad input, learning."""
 
 import json
 import logging
@@ -126,9 +126,7 @@ def test_first_step_check_needs_a_student_equal_to_its_teacher(small, big):
   for fields in (dict(distill=dict(teachers=(big,))), dict(init_from=big), dict(distill=dict(teachers=(small, big)))):
     distill.check_first_step({'divergence': 0.1}, config_lib.parse(settings(small, small, **fields))['distill'])
   for fields in (dict(model=dict(path=small, quantize='nf4'), lora=dict(rank=2)), dict(lora=dict(path=big))):
-    config = tiny.merged(
-      settings(small, small), fields
-    )  # the teacher has the same weights, but not quantized and without the adapter
+    config = tiny.merged(settings(small, small), fields)  # the teacher is the plain model, without codes or adapter
     distill.check_first_step({'divergence': 0.1}, config_lib.parse(config)['distill'])
 
 
@@ -154,12 +152,14 @@ def test_completions_from_data_report_no_staleness():
   """No weights sampled them. Their staleness was once reported as the number of the step."""
   over = dict(algorithm='gkd', distill=dict(teachers=('x',), on_policy=0.5), rollout=dict(staleness=1))
   config = config_lib.resolve(next(iter(config_lib.parse(over).values())), distill.GKD.defaults)
-  zeros = np.zeros((2, 3), np.float32)
+  no_logprobs = np.zeros((2, 3), np.float32)
   prompts = tuple(Prompt(i, np.ones(1, np.int32), '', {}) for i in range(2))
   lengths, finished = np.full(2, 3, np.int32), np.ones(2, bool)
-  rollout = Rollout(prompts, zeros.astype(np.int32), lengths, zeros, zeros, finished, step=50, version=49)
+  rollout = Rollout(
+    prompts, no_logprobs.astype(np.int32), lengths, no_logprobs, no_logprobs, finished, step=50, version=49
+  )
   for from_data, expected in ((False, {'staleness/mean': 1, 'staleness/max': 1}), (True, {})):
-    experience = Experience(rollout.replace(from_data=from_data), np.zeros(2), zeros + 1, {}, step=50)
+    experience = Experience(rollout.replace(from_data=from_data), np.zeros(2), no_logprobs + 1, {}, step=50)
     step_metrics = reward_metrics.step_metrics(experience, RowShape(2, 4), config)
     assert {name: value for name, value in step_metrics.items() if name.startswith('staleness/')} == expected
 
@@ -313,11 +313,8 @@ def test_damaged_array_cache_is_made_again(tmp_path, harm):
   loaded = array_cache.load_or_make(tmp_path / 'x', make)
   assert len(calls) == 1 + (harm != 'none')
   jax.tree.map(np.testing.assert_array_equal, dict(loaded), make())
-  assert sorted(f.name for f in (tmp_path / 'x').iterdir()) == [
-    'ids.npy',
-    'index.json',
-    'p.npy',
-  ]  # no temporary files are left
+  names = sorted(f.name for f in (tmp_path / 'x').iterdir())
+  assert names == ['ids.npy', 'index.json', 'p.npy']  # no temporary files are left
 
 
 # ------------------------------------------------------------------- stages

@@ -128,10 +128,9 @@ def test_names_in_code_on_method_pages_exist(page):
   for text in in_code(page.read_text('utf-8')):
     name = re.sub(r'^(?:--)?config\.|(?<=^reward)/unfiltered$', '', text)
     name = re.sub(r'^rewards/\w+/', 'rewards/NAME/', name)
-    file_or_command = text.endswith('.py') or text.startswith(
-      'python -m '
-    )  # in test_files_and_commands_named_on_a_page_exist
-    assert file_or_command or name in known or name.partition('=')[0] in known, text
+    # Files and commands are the business of test_files_and_commands_named_on_a_page_exist.
+    elsewhere = text.endswith('.py') or text.startswith('python -m ')
+    assert elsewhere or name in known or name.partition('=')[0] in known, text
 
 
 @pytest.mark.parametrize('name', algorithms.ALGORITHMS)
@@ -225,6 +224,5 @@ def test_rounding_example_shows_divergences_of_one_size(monkeypatch, capsys):
     monkeypatch.setattr(example, name, value)
   example.main()
   divergences = [float(x) for x in re.findall(r'KL (\S+),', capsys.readouterr().out)]
-  assert len(divergences) == 3 and 0 < max(divergences) < 2 * min(
-    divergences
-  )  # any difference in rounding grows to the same size
+  # Any difference in rounding grows to the same size.
+  assert len(divergences) == 3 and 0 < max(divergences) < 2 * min(divergences)

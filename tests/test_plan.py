@@ -759,9 +759,7 @@ def sampling_seconds(row):
   seconds = 0.0
   for name, number_of_calls in calls.items():
     traffic = programs[name]['memory_traffic_bytes']
-    if (
-      name == 'generate' and 'filled' not in programs[name]
-    ):  # an older plan, which counted the whole cache for every token
+    if name == 'generate' and 'filled' not in programs[name]:  # an older plan: every token read the whole cache
       config = types.SimpleNamespace(rollout=types.SimpleNamespace(max_prompt_length=prompt, max_new_tokens=new))
       filled = aot.filled_entries(types.SimpleNamespace(config=config, decode_block=block))
       cache = programs['init_state']['memory_traffic_bytes']  # `init_state` writes the cache once
