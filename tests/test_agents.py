@@ -135,7 +135,7 @@ def test_recorded_tokens_follow_the_conversation_and_mask_the_template(run):
       ids, mask = rollout.completions[n, :length], rollout.mask[n, :length]
       text = decode([*prompt.tokens, *ids], False)
       between = decode(ids[~mask], False)
-      if answer % 5 == 0:  # of these agents, the last conversation is kept: the one that began again
+      if answer % 5 == 0:  # the episode began again, and its last conversation is recorded
         begun_again += 1
         assert '<|im_start|>user\nbye<|im_end|>' in text
         assert between.count('again') == 0
@@ -175,10 +175,10 @@ def test_tokens_between_turns_equal_those_of_the_chat_template():
   user = {'role': 'user', 'content': 'why?'}
   reply = {'role': 'assistant', 'content': 'no'}
   head = t.encode(t.render_chat([user], generation_prompt=True)[0])
-  whole = t.encode(t.render_chat([user, reply, user], generation_prompt=True)[0])
+  conversation = t.encode(t.render_chat([user, reply, user], generation_prompt=True)[0])
   no = t.encode('no')
-  assert head + no + [turns_of_template.end_id] + turns_of_template.continuation([user], ended=True) == whole
-  assert head + no + turns_of_template.continuation([user], ended=False) == whole
+  assert head + no + [turns_of_template.end_id] + turns_of_template.continuation([user], ended=True) == conversation
+  assert head + no + turns_of_template.continuation([user], ended=False) == conversation
   assert json.dumps(turns_of_template.continuation([user], True)) == json.dumps(
     turns_of_template.continuation([user], False)[1:]
   )

@@ -28,7 +28,7 @@ MAX_LINES = {'concepts.md': 80, 'your_reward.md': 60}
 
 
 def test_config_table_is_up_to_date():
-  made = subprocess.run(
+  generated = subprocess.run(
     [
       sys.executable,
       '-c',
@@ -39,7 +39,7 @@ def test_config_table_is_up_to_date():
     capture_output=True,
     encoding='utf-8',
   )
-  assert (CLONE / 'docs/config.md').read_text('utf-8') == made.stdout, (
+  assert (CLONE / 'docs/config.md').read_text('utf-8') == generated.stdout, (
     'docs/config.md is not of this jaxpost/stage/schema.py; run python docs/make_config_table.py'
   )
 

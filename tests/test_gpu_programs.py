@@ -141,8 +141,10 @@ def test_gradients_are_reduced_in_the_configured_dtype(reduce_dtype, sent):
   sums = [line.split('=')[0] for line in str(traced).splitlines() if 'reduce_scatter' in line or ' psum' in line]
   assert len(sums) == 2 and all(f':{sent}[' in line for line in sums), str(traced)
   whole = Layout(AbstractMesh((4, 1, 1, 1, 1), tuple(sizes), axis_types=(AxisType.Auto,) * 5), 'train', reduce_dtype)
-  kept = jax.make_jaxpr(lambda x, g: whole.sum_over_tokens(product, (x, g), 'embed', 'heads'))(x, g)
-  assert (kept.out_avals == []) == (reduce_dtype == 'float32')  # without a sum in the program: float32 is left to XLA
+  traced_whole = jax.make_jaxpr(lambda x, g: whole.sum_over_tokens(product, (x, g), 'embed', 'heads'))(x, g)
+  assert (traced_whole.out_avals == []) == (
+    reduce_dtype == 'float32'
+  )  # without a sum in the program: float32 is left to XLA
 
 
 @pytest.mark.parametrize('reduce_dtype, sent', [('float32', 'f32'), ('bfloat16', 'bf16')])

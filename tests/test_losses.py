@@ -178,11 +178,11 @@ def test_dppo_drops_tokens_that_moved_too_far_along_their_advantage(name, bound)
 
 def test_off_policy_sequence_mask_matches_trl():
   """The mask compares the sampler with the policy being trained."""
-  kept = policy_gradient.off_policy_kept(
+  kept_mask = policy_gradient.off_policy_kept(
     NEW, OLD, GAINS, 0.02, lambda x: np.sum(x * MASK, 1, keepdims=True) / MASK.sum(1, keepdims=True) + 0 * x
   )
-  assert 0 < np.sum(kept * MASK) < MASK.sum()
-  value, gradient, *_ = run('clip', WEIGHTS['token-mean'], SurrogateOptions(), scale=kept)
+  assert 0 < np.sum(kept_mask * MASK) < MASK.sum()
+  value, gradient, *_ = run('clip', WEIGHTS['token-mean'], SurrogateOptions(), scale=kept_mask)
   close(value, CASES['trl/grpo_dapo_opsm0.02']['loss'])
   close(gradient, CASES['trl/grpo_dapo_opsm0.02']['grad'])
 

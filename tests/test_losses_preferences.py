@@ -217,7 +217,7 @@ def test_policy_equal_to_reference_has_known_losses_and_no_rewards():
 
 @pytest.mark.parametrize('name', preferences.LOSSES)
 def test_padded_pairs_have_no_loss_gradient_or_influence(name):
-  """Arrays are [B, P], with places for pairs that are not valid and hold NaN or infinity."""
+  """Arrays are [B, P], with places for pairs that are not valid and hold NaN, infinity or another number."""
   dense, draw = random_pairs(n=4), np.random.default_rng(1)
   places = np.array([1, 2, 4, 7])
   valid = np.zeros(8, bool)

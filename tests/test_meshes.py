@@ -35,13 +35,13 @@ def train_rows(devices, folder, mesh):
 
 def test_experts_on_8_devices_match_one_device(tmp_path):
   """Samples and rewards are the same, and the first step differs only by the order of sums."""
-  (one,) = train_rows(1, tmp_path / 'one', ('expert=1', 'expert=1', '1'))
-  (many,) = train_rows(8, tmp_path / 'many', ('expert=4,fsdp=2', 'expert=2,data=4', '1'))
-  assert one['reward'] == many['reward']
-  assert one['completions/mean_length'] == many['completions/mean_length']
+  (one_device,) = train_rows(1, tmp_path / 'one', ('expert=1', 'expert=1', '1'))
+  (eight_devices,) = train_rows(8, tmp_path / 'many', ('expert=4,fsdp=2', 'expert=2,data=4', '1'))
+  assert one_device['reward'] == eight_devices['reward']
+  assert one_device['completions/mean_length'] == eight_devices['completions/mean_length']
   for name in ('loss', 'grad_norm', 'entropy', 'router/entropy', 'router/max_load'):
-    assert many[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
-  assert many['grad_norm'] > 0
+    assert eight_devices[name] == pytest.approx(one_device[name], rel=1e-4, abs=1e-6), name
+  assert eight_devices['grad_norm'] > 0
 
 
 def main(workdir, train, rollout, steps='2'):

@@ -141,9 +141,9 @@ def test_router_losses_add_up_over_micro_batches():
   real = np.ones((4, 7), bool)
   real[1, 3:] = False
   twice = one_layer_sums(np.concatenate([logits, logits]), 2, np.concatenate([real, real]))
-  whole = routing_lib.balance_loss(twice, twice['tokens'])
-  half = routing_lib.balance_loss(one_layer_sums(logits, 2, real), twice['tokens'])
-  np.testing.assert_allclose(np.multiply(half, 2), whole, rtol=1e-6)
+  losses = routing_lib.balance_loss(twice, twice['tokens'])
+  losses_of_half = routing_lib.balance_loss(one_layer_sums(logits, 2, real), twice['tokens'])
+  np.testing.assert_allclose(np.multiply(losses_of_half, 2), losses, rtol=1e-6)
   # With other shares, the z loss adds up, and so do the sums from which metrics are computed.
   parts = [one_layer_sums(logits[i : i + 2], 2, real[i : i + 2]) for i in (0, 2)]
   sums = one_layer_sums(logits, 2, real)
@@ -287,11 +287,11 @@ def test_mxfp4_experts_load_as_transformers_dequantizes_them(tmp_path):
   def load(folder, layout):
     cfg = hf.read_config(tmp_path / folder)
     hf.check(tmp_path / folder, cfg)
-    made = model_lib.build(cfg)
-    return hf.load_params(tmp_path / folder, made, made.shardings(layout), 'float32')
+    loaded_model = model_lib.build(cfg)
+    return hf.load_params(tmp_path / folder, loaded_model, loaded_model.shardings(layout), 'float32')
 
-  one = tiny.one_device()
-  jax.tree.map(np.testing.assert_array_equal, load('packed', one), load('plain', one))
+  one_device = tiny.one_device()
+  jax.tree.map(np.testing.assert_array_equal, load('packed', one_device), load('plain', one_device))
   config.write_text(json.dumps(raw | {'quantization_config': {'quant_method': 'gptq'}}))
   with pytest.raises(InputError, match='gptq'):
     hf.read_config(tmp_path / 'packed')
@@ -303,16 +303,16 @@ def test_shards_of_fused_and_mxfp4_tensors_are_read_alone(tmp_path):
     family='gpt_oss', qk_norm='', tie_embeddings=False, experts=Experts(4, 2, 32, limit=7.0, alpha=1.702)
   )
   fused = tensor_layout.table(cfg)['layers/up']
-  whole = np.random.RandomState(0).standard_normal((2, 4, 32, 64)).astype('f')
+  unfused = np.random.RandomState(0).standard_normal((2, 4, 32, 64)).astype('f')
 
   class Slice(np.ndarray):
     def get_shape(self):
       return list(self.shape)
 
-  tensors = {name: x.view(Slice) for name, x in zip(fused.names, whole)}
+  tensors = {name: x.view(Slice) for name, x in zip(fused.names, unfused)}
   bounds = ((1, 2), (2, 4), (8, 24), (5, 9))
   np.testing.assert_array_equal(
-    tensor_reader.read(fused, tensors, bounds, np.float32), whole[1:2, 2:4, 8:24, 1::2][..., 5:9]
+    tensor_reader.read(fused, tensors, bounds, np.float32), unfused[1:2, 2:4, 8:24, 1::2][..., 5:9]
   )
   blocks = np.random.RandomState(0).randint(0, 256, (4, 8, 2, 16), np.uint8)
   matrices = mxfp4_lib.Matrices(blocks.view(Slice), np.full((4, 8, 2), 127, np.uint8).view(Slice))

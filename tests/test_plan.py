@@ -169,7 +169,7 @@ def test_shape_of_a_local_model_or_run_is_read_from_disk(tmp_path, monkeypatch):
     ('llama3_2_3b', 3.21),
   ],
 )
-def test_named_shapes_have_the_published_number_of_parameters(name, billions):
+def test_named_shapes_have_the_published_size(name, billions):
   from jaxpost.models import transformer
 
   shape = dry_run.named_shape(name)
@@ -843,8 +843,8 @@ def test_reshard_to_other_devices_counts_the_copied_weights(async_phases):
     assert reshard_s >= network
 
 
-@pytest.mark.parametrize('lag, wanted', [(0, 27.5), (1, 19.5), (2, 13.5)])
-def test_step_seconds_for_each_staleness(lag, wanted):
+@pytest.mark.parametrize('lag, step_s', [(0, 27.5), (1, 19.5), (2, 13.5)])
+def test_step_seconds_for_each_staleness(lag, step_s):
   """Sampling takes 13 s, updates take 8 s, scores 4 s, and values 2 s on other devices."""
   rows = [
     dict(program=name, calls=calls, runs_on=on, seconds=dict(x=took_s))
@@ -857,7 +857,7 @@ def test_step_seconds_for_each_staleness(lag, wanted):
       ('values', 1, 'score', 2.0),
     )
   ]
-  assert roofline.step_seconds(rows, 'x', lag) == wanted
+  assert roofline.step_seconds(rows, 'x', lag) == step_s
 
 
 # ------------------------------------------------------------------- commands
