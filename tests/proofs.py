@@ -48,7 +48,7 @@ def check_slots(model, params, sampler) -> None:
 
 
 def check_greedy_text(config, folder) -> None:
-  """Checks 64 greedy tokens against transformers; `config` has untied embeddings."""
+  """Checks that 64 greedy tokens equal those of transformers; `config` has untied embeddings."""
   torch = pytest.importorskip('torch')
   from transformers import AutoModelForCausalLM
 

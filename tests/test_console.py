@@ -347,7 +347,7 @@ def test_keep_best_warns_if_few_steps_are_both_saved_and_evaluated(saved, evalua
 
 
 def test_run_warns_about_settings_without_effect(tmp_path):
-  """They are not refused: recipes are run without their held-out data, and stages share a section."""
+  """Such settings are not refused: recipes are run without their held-out data, and stages share a section."""
   rollout = dict(prompts=1, max_prompt_length=40, max_new_tokens=8)
   grpo = dict(algorithm='grpo', reward='exact_match', rollout=rollout)
   over = dict(train=dict(steps=2, batch_size=4), eval=dict(every=5), log=dict(profile_from=3))

@@ -97,7 +97,7 @@ def test_run_compiles_all_programs_before_its_first_step(small, big, tmp_path, o
 
 
 def test_opd_lowers_the_divergence_without_a_reward(small, big, tmp_path):
-  """On-policy distillation alone, with one completion per prompt."""
+  """The run is on-policy distillation alone, with one completion per prompt."""
   opd = dict(GKD, algorithm='opd', rl=dict(reference=big), distill=dict(teachers=()), optim=dict(lr=3e-3))
   opd |= dict(train=dict(steps=12, row_length=0), rollout=dict(prompts=16, group_size=1, max_new_tokens=8))
   rows = run(settings(small, big, **opd), tmp_path / 'a')
@@ -149,7 +149,7 @@ def test_share_of_on_policy_steps_is_drawn_from_the_seed():
 
 
 def test_completions_from_data_report_no_staleness():
-  """No weights sampled them. Their staleness was once reported as the number of the step."""
+  """No weights sampled these completions. Their staleness was once reported as the number of the step."""
   over = dict(algorithm='gkd', distill=dict(teachers=('x',), on_policy=0.5), rollout=dict(staleness=1))
   config = config_lib.resolve(next(iter(config_lib.parse(over).values())), distill.GKD.defaults)
   no_logprobs = np.zeros((2, 3), np.float32)
@@ -183,7 +183,7 @@ def plain_loss(small, big):
   'fields, same', [(dict(top_k=2), False), (dict(top_k=259), True), (dict(teachers=('big', 'small')), False)]
 )
 def test_top_k_and_a_second_teacher_change_the_loss(small, big, plain_loss, fields, same):
-  """A cache of all 259 tokens does not, as it is the whole distribution."""
+  """With top_k=259, of all tokens, the loss stays, as the cache holds the whole distribution."""
   if 'teachers' in fields:
     fields = dict(teachers=(big, small))
   loss = first_loss(settings(small, big, distill=fields))
@@ -491,7 +491,7 @@ def pupil(tmp_path_factory):
 
 @pytest.mark.parametrize('fields', [dict(beta=0.0), dict(beta=0.5), dict(beta=1.0), dict(beta=0.0, top_k=8)])
 def test_distill_halves_the_divergence_on_held_out_rows(teacher, pupil, tmp_path, fields):
-  """By the divergence that is trained, on sums that neither teacher nor student has seen."""
+  """The divergence is the one that is trained; neither teacher nor student has seen the sums."""
   run(lesson(pupil, algorithm='distill', distill=dict(teachers=(teacher,), **fields)), tmp_path)
   before, after = (r['divergence'] for r in rows_of(tmp_path, 'eval'))
   print(f'distill {fields}: {before:.4f} -> {after:.4f}')

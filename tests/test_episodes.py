@@ -70,7 +70,7 @@ def rows(run):
 
 @pytest.mark.core
 def test_sampler_logprobs_of_episodes_match_the_trainer(run):
-  """In the first step, for tokens of turns after tool results, too."""
+  """They agree in the first step, for tokens of turns after tool results, too."""
   first = rows(run)[0]
   assert first['ratio'] == pytest.approx(1, abs=1e-5)
   assert first['sampler_mismatch'] == pytest.approx(1, abs=1e-5)

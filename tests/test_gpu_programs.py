@@ -126,7 +126,7 @@ def test_gpu_programs_get_compiler_options_unless_xla_flags_set_them(monkeypatch
 
 @pytest.mark.parametrize('reduce_dtype, sent', [('float32', 'f32'), ('bfloat16', 'bf16')])
 def test_gradients_are_reduced_in_the_configured_dtype(reduce_dtype, sent):
-  """With weights that are split over devices, and with whole weights on each device; the result is float32."""
+  """The weights are split over devices, or whole on each of them; the result is float32 in both cases."""
   sizes = dict(data=2, fsdp=2, expert=1, context=1, tensor=1)
   mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * 5)
   layout = Layout(mesh, 'train', reduce_dtype)
@@ -142,9 +142,8 @@ def test_gradients_are_reduced_in_the_configured_dtype(reduce_dtype, sent):
   assert len(sums) == 2 and all(f':{sent}[' in line for line in sums), str(traced)
   whole = Layout(AbstractMesh((4, 1, 1, 1, 1), tuple(sizes), axis_types=(AxisType.Auto,) * 5), 'train', reduce_dtype)
   traced_whole = jax.make_jaxpr(lambda x, g: whole.sum_over_tokens(product, (x, g), 'embed', 'heads'))(x, g)
-  assert (traced_whole.out_avals == []) == (
-    reduce_dtype == 'float32'
-  )  # without a sum in the program: float32 is left to XLA
+  # Sums in float32 are left to XLA.
+  assert (traced_whole.out_avals == []) == (reduce_dtype == 'float32')
 
 
 @pytest.mark.parametrize('reduce_dtype, sent', [('float32', 'f32'), ('bfloat16', 'bf16')])
@@ -288,7 +287,7 @@ def planned(tmp_path, *words, model='qwen3_1_7b', gpu='h200'):
 @pytest.mark.long
 @pytest.mark.parametrize('recipe', ['sft_gsm8k', 'sft_text', 'dpo_hh'])
 def test_planned_memory_of_recipes_fits_80_gb_as_estimated(tmp_path, recipe):
-  """On the 80 GB that its docstring names. The estimate may exceed the plan by 15 %, and fall short of it by 3 %."""
+  """Recipes name 80 GB in their docstrings. The estimate may be up to 15 % above the plan, and up to 3 % below."""
   (update,) = planned(tmp_path, f'--config=configs/{recipe}.py', '--programs=update', model='', gpu='h100')
   planned_bytes = update['bytes_per_chip']['total']
   assert planned_bytes <= machines.parse('h100:1x1x1').memory

@@ -40,7 +40,7 @@ def test_each_field_changes_the_logits(fields):
 
 @pytest.mark.parametrize('variant', VARIANTS)
 def test_scanned_layers_with_remat_match_unrolled_layers(variant):
-  """Of rows with several documents. Without shared layers, the scan is over pairs of layers."""
+  """Rows have several documents. Without shared layers, the scan is over pairs of layers."""
   model, params = build(variant)
   ids = tiny.tokens((2, 20))
   segments = np.repeat([[1, 2, 3, 0]], 2, axis=0).repeat([3, 9, 6, 2], axis=1)

@@ -91,7 +91,7 @@ def test_no_array_is_as_large_as_tokens_times_experts_times_hidden(model, params
 
 @pytest.mark.parametrize('room', [7, 20])
 def test_experts_in_rounds_compute_the_same_output_and_gradients(model, params, room):
-  """For the middle half of the experts, with most tokens routed to one of them."""
+  """The experts are the middle half, and most tokens are routed to one of them."""
   random = np.random.RandomState(0)
   x, g = (random.standard_normal((20, 32)).astype('f') for _ in range(2))
   chosen = np.argsort(random.uniform(size=(20, 8)), axis=1)[:, :3]
@@ -121,7 +121,7 @@ def one_layer_sums(logits, k, real):
 
 
 def test_balance_loss_equals_that_of_transformers():
-  """For one layer, over all tokens except padding."""
+  """The loss is that of one layer, over all tokens except padding."""
   torch = pytest.importorskip('torch')
   from transformers.models.mixtral import modeling_mixtral
 
@@ -153,7 +153,7 @@ def test_router_losses_add_up_over_micro_batches():
 
 
 def test_router_metrics_of_a_balanced_and_a_collapsed_layer():
-  """One layer is balanced, the other uses one expert of 4. Of a batch without tokens, metrics are finite."""
+  """One layer is balanced, the other uses one expert of 4. A batch without tokens has finite metrics."""
   chosen = np.stack([np.arange(8) % 4, np.zeros(8, int)]).reshape(2, 1, 8, 1)
   routing = moe.Routing(jnp.asarray(chosen), jnp.zeros((2, 1, 8, 4)))
   empty = routing_lib.metrics(routing_lib.totals(routing, np.zeros((1, 8), bool)))
@@ -325,7 +325,7 @@ def test_shards_of_fused_and_mxfp4_tensors_are_read_alone(tmp_path):
 
 
 def test_sampler_records_the_experts_of_each_token_for_replay(model, params):
-  """At every position, they are the experts that training chooses in exact float32."""
+  """At every position, the recorded experts are those that training chooses in exact float32."""
   settings = native.SamplerConfig(slots=2, max_prompt=8, max_new_tokens=6, stop_ids=(-2,), block=4)
   engine = native.NativeEngine(
     routing_replay.recording(model), settings, tiny.one_device('rollout'), tiny.EXACT, Ledger()

@@ -147,7 +147,7 @@ def test_published_shapes_are_found_under_each_of_their_names():
 
 
 def test_shape_of_a_local_model_or_run_is_read_from_disk(tmp_path, monkeypatch):
-  """As for `launch.train`: a relative path of a model, with or without a dot, and a run as the start."""
+  """A model may be a relative path, with or without a dot, and the start may be a run, as for `launch.train`."""
   shutil.copytree(tiny.folder(tmp_path / 'model'), tmp_path / 'models' / 'mine')
   hidden_size = json.loads((tmp_path / 'models/mine/config.json').read_text())['hidden_size']
   monkeypatch.chdir(tmp_path)
@@ -650,24 +650,22 @@ def test_memory_of_separate_device_groups_counts_what_each_holds():
     row = rows[name]
     assert predicted[name] == pytest.approx(
       held + row['temp_bytes'] + row['batch_bytes'] + row['output_bytes'] - row['alias_bytes'], rel=1e-5
-    )  # the step's number
+    )  # the tolerance covers the step's number
   moved_weights = apart['moved']  # in the sampler's layout, before they are sent
   assert predicted['reshard'] >= sum(adam) + moved_weights
   assert plan['reshard']['total'] >= sum(adam) + moved_weights
 
 
 def test_async_sampler_keeps_its_weights_in_memory_during_the_update():
-  """That is on the devices that train; if the sampler has its own devices, the training devices hold none of it."""
-  shared_mesh, separate_mesh = (
-    dict(train='fsdp=8', rollout='data=-1'),
-    dict(train='fsdp=4', rollout='data=-1', rollout_devices=4),
-  )
+  """Training devices hold the sampler's weights as well, unless the sampler has devices of its own."""
+  shared_mesh = dict(train='fsdp=8', rollout='data=-1')
+  separate_mesh = dict(train='fsdp=4', rollout='data=-1', rollout_devices=4)
   plain, ahead, apart = phases((shared_mesh, {}), (shared_mesh, dict(staleness=1)), (separate_mesh, dict(staleness=1)))
   sampler = ahead['rows']['generate']['argument_bytes']
   assert sampler > 2_000_000
   for program in ('update', 'score'):
     added = ahead['predicted'][program] - plain['predicted'][program]
-    assert added == pytest.approx(sampler, rel=0.02)  # it reads not all
+    assert added == pytest.approx(sampler, rel=0.02)  # `generate` does not read all that the sampler holds
     added = [x['plan'][program]['elsewhere'] for x in (plain, ahead)]
     assert added[1] - added[0] == pytest.approx(sampler, rel=0.02)
   frozen = apart['rows']['score']['arguments']['parameters']
@@ -686,7 +684,7 @@ def measured_seconds(row):
 
 @pytest.mark.parametrize('window, filled, read', [(0, 0, 800), (0, 496, 496), (128, 496, 128), (4096, 0, 800)])
 def test_decode_kernel_reads_only_filled_entries_of_the_cache(window, filled, read):
-  """It reads the filled entries of the slots in use, within the window."""
+  """The kernel reads the filled entries of the slots in use, within the window."""
   text = (
     '  %x = (bf16[1,64,8,2,128]{4,3,2,1,0}) custom-call(%a, %b, %c), custom_call_target="__gpu$xla.gpu.triton", '
     f'metadata={{op_name="jit(generate)/while/body/decode_{window}"}}'
@@ -710,9 +708,9 @@ def test_decode_kernel_reads_only_filled_entries_of_the_cache(window, filled, re
   ],
 )
 def test_calls_of_decode_programs_by_cache_entries_read(rollout, slots, wanted):
-  """For completions of full length.
+  """Completions have the full length.
 
-  Blocks are not spread evenly over the programs, and programs for idle slots are not called.
+  The blocks of a completion are not spread evenly over the programs, and programs for idle slots are not called.
   """
   config = types.SimpleNamespace(rollout=types.SimpleNamespace(page_size=0, **rollout))
   max_tokens = rollout['max_prompt_length'] + rollout['max_new_tokens']
@@ -732,7 +730,7 @@ def test_calls_of_decode_programs_by_cache_entries_read(rollout, slots, wanted):
 
 
 def test_compiled_decode_programs_name_the_cache_entries_they_read():
-  """With attention to a window their FLOPs would not tell them apart."""
+  """With attention to a window, the FLOPs of the programs would not tell them apart."""
   (prepared,) = dry_run.prepare_all(
     dict(
       algorithm='grpo',
@@ -769,7 +767,7 @@ def sampling_seconds(row):
 
 
 def test_expected_seconds_of_sampling_match_those_measured_on_h200():
-  """Of whole completions, for which a plan counts the entries of the cache that are filled on average."""
+  """Completions are whole, so a plan counts the entries of the cache that are filled on average."""
   rows = [json.loads(line) for line in MEASURED.read_text().splitlines()]
   pairs = [sampling_seconds(r) for r in rows if r['row'].startswith('grpo/')]
   ratios = [expected / measured for expected, measured in pairs]
@@ -777,7 +775,7 @@ def test_expected_seconds_of_sampling_match_those_measured_on_h200():
 
 
 def test_expected_seconds_of_dense_models_match_those_measured_on_h200():
-  """Of updates and of a block of 128 slots; docs/performance.md lists the other rows, and why they differ by more."""
+  """The rows are updates and a block of 128 slots; docs/performance.md explains the rows that differ by more."""
   rows = [json.loads(line) for line in MEASURED.read_text().splitlines()]
   planned = [row for row in rows if 'programs' in row and (row.get('attention', 'triton') == 'triton')]
   dense = [row for row in planned if not row['row'].startswith(('moe', 'decode/qwen3_1_7b/32x512'))]
@@ -815,11 +813,11 @@ def test_phases_overlap_if_async_sampling_has_its_own_devices(async_phases):
       if phase_plan is together:
         assert {device_group for _, device_group in seconds_of} == {'train'}
         step_s = sum(seconds_of.values())
-      elif phase_plan is apart:  # scores are of the rollout that is being sampled
+      elif phase_plan is apart:  # training devices score the rollout, so that part does not overlap
         step_s = max(seconds_of['sample', 'rollout'], seconds_of['update', 'train']) + (
           seconds_of['score', 'train'] + seconds_of['reshard', 'train']
         )
-      else:  # the policy's score has to be where the policy is
+      else:  # the training devices score with the policy, others with the reference
         step_s = seconds_of['reshard', 'train'] + max(
           seconds_of['sample', 'rollout'],
           seconds_of['score', 'score'],
@@ -864,7 +862,7 @@ def test_step_seconds_for_each_staleness(lag, step_s):
 
 
 def test_plan_command_covers_all_programs_of_grpo(tmp_path):
-  """It needs no weights, data, tokenizer or devices."""
+  """The command needs no weights, data, tokenizer or devices."""
   out = tmp_path / 'plan.json'
   done = plan(
     '--config=configs/grpo_gsm8k.py:model=tiny',
@@ -888,7 +886,7 @@ def test_plan_command_covers_all_programs_of_grpo(tmp_path):
   parameter_bytes = 4 * planned['parameters'] / 4
   assert memory['parameters'] == pytest.approx(parameter_bytes, rel=0.01)
   assert memory['optimizer'] == pytest.approx(2 * parameter_bytes, rel=0.01)
-  assert memory['elsewhere'] == pytest.approx(parameter_bytes, rel=0.02)  # copy
+  assert memory['elsewhere'] == pytest.approx(parameter_bytes, rel=0.02)  # the frozen copy, as the reference
   assert update['calls'] == 1 and not update['unknown_loops']
   assert 'fsdp' in update['collective_bytes']['all-gather']
   generate = [r for r in planned['programs'] if r['program'] == 'generate']
@@ -949,7 +947,7 @@ def test_plan_of_a_sampler_with_more_devices_than_training(tmp_path):
 
 @pytest.mark.parametrize('mesh', ['data=4', 'expert=4'])
 def test_planned_flops_include_the_products_of_experts(mesh, tmp_path):
-  """They are in loops whose trip counts only a run knows; the bound allows for blocks that are not full."""
+  """Their loops have trip counts that only a run knows; the bound allows for blocks that are not full."""
   out = tmp_path / 'plan.json'
   done = plan(
     '--config=configs/sft_gsm8k.py:model=tiny_moe',

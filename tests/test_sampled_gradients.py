@@ -522,7 +522,7 @@ def exact_policy_gradient(config, kind='policy', before='before'):
 
 
 def exact_critic_gradient(config, kind='critic', before='before'):
-  """Of 1/2 max((V - R)^2, (clip(V) - R)^2), V clipped near the scored values (arXiv:2005.12729, section 3)."""
+  """The loss is 1/2 max((V - R)^2, (clip(V) - R)^2), clipped near the scored values (arXiv:2005.12729, section 3)."""
   _, returns = gae(config, before)
   now, old = (np.asarray(sampled.values(sampled.params(x)), np.float64) for x in (kind, before))
   clip = config.critic.value_clip

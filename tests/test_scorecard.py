@@ -1,4 +1,4 @@
-"""The reliability scorecard (tests/scorecard.py): its rows name existing tests, its counts, soak limits and signals."""
+"""The reliability scorecard (tests/scorecard.py): its rows, the counts of their cases, limits of soaks, and signals."""
 
 import os
 import pathlib
@@ -45,7 +45,7 @@ def test_passed_and_failed_cases_are_counted_by_row():
 
 
 def test_soak_fails_if_memory_files_or_threads_grow():
-  """More than 1 % of memory per hour, a file, or a thread must not be added after the first third."""
+  """After its first third, a soak may not add more than 1 % of memory per hour, a file, or a thread."""
   flat = [(float(n), 500.0, 16, 34, n) for n in range(90)]
 
   def end(*measured):

@@ -34,7 +34,7 @@ def test_each_field_changes_the_logits(fields):
 
 
 def test_attention_is_dense_up_to_index_topk_tokens():
-  """To the bit in rows of at most index_topk tokens, and up to rounding for the first tokens of longer rows."""
+  """Short rows equal dense attention to the bit, and the first tokens of longer rows do up to rounding."""
   model, params = build()
   dense = model_lib.build(tiny.latent())
   ids = tiny.tokens((2, TOPK + 4))
@@ -121,7 +121,7 @@ def test_adapters_of_the_indexer_are_refused():
 
 
 def test_resumed_run_is_bitwise_identical_and_keeps_the_indexer(folder, tmp_path):
-  """With weight decay, which would change parameters without a gradient if they were not frozen."""
+  """The weight decay would change parameters without a gradient if they were not frozen."""
   after = proofs.check_resume(folder, tmp_path, optim=dict(lr=3e-3, weight_decay=0.1))
   before = proofs.tensors(pathlib.Path(folder))
   unchanged = {name for name, x in before.items() if np.array_equal(x, after[name])}
