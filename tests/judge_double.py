@@ -1,4 +1,4 @@
-"""A server in the place of a judge, for the tests of both judges; its answers are a plan."""
+"""A server that stands in for a judge in the tests of both judge rewards; `plan` decides its answers."""
 
 import contextlib
 import http.server
@@ -10,9 +10,9 @@ import time
 class Double(http.server.ThreadingHTTPServer):
   """A server of the chat completions API.
 
-  `plan(text, attempt)` decides, for the request's text and how often it came:
-  a text is what the judge says, bytes are the body, a number is the status, a
-  float a delay in seconds before 'Score: 5'.
+  `plan(text, attempt)` decides how to answer, given the text of the request and how often that text has come:
+  a str is the judge's message, bytes are the whole body, an int is the HTTP status, and a float is a delay in seconds
+  before the message 'Score: 5'.
   """
 
   daemon_threads = True
@@ -22,7 +22,7 @@ class Double(http.server.ThreadingHTTPServer):
     super().__init__(('127.0.0.1', 0), Handler)
     self.plan, self.lock = plan, threading.Lock()
     self.seen, self.requests = {}, []
-    self.busy = self.most = 0
+    self.busy = self.most = 0  # requests in progress now, and the largest number at one time
     self.url = f'http://127.0.0.1:{self.server_port}/v1'
     threading.Thread(target=self.serve_forever, args=(0.05,)).start()
 
@@ -66,7 +66,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def doubles():
-  """Yields start(plan) -> a `Double`; all of them end with the context."""
+  """Yields start(plan) -> Double; all servers that were started end with the context."""
   started = []
 
   def start(plan):

@@ -1,8 +1,7 @@
-"""Each method learns from one start in about a minute; one metric measures it.
+"""Configs that train each method from one starting model in about a minute, and the metric that measures its gain.
 
-`tests/test_learning.py` holds the gains; `docs/make_methods_table.py` writes
-them into docs/methods.md. The task: sums of numbers up to 99, of which a tiny
-model has seen worked examples, half of them right. Methods for turns play a game.
+tests/test_learning.py checks the gains; docs/make_methods_table.py writes them into docs/methods.md. The task is sums
+of numbers up to 99; the starting model has seen worked examples, half of them right. Methods for turns play a game.
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ SUMS = 'generated:arithmetic{}:max=99,ops=+,split={}'
 
 
 def base(kind='', **over) -> dict:
-  """The config that all cases share; `kind` of data ('_pairs', ...)."""
+  """Returns the config that all cases share; `kind` is the kind of data ('_pairs', ...)."""
   return tiny.merged(
     tiny.merged(
       defaults(),
@@ -42,10 +41,9 @@ def base(kind='', **over) -> dict:
 
 
 def start_config() -> dict:
-  """SFT on examples of which a good part is wrong.
+  """SFT on examples of which half are wrong, until the model has learned the mixture.
 
-  Until it has learned what they teach: the middle of that way is elsewhere
-  with every seed and every rounding.
+  Halfway there, it would be in a different place for each seed and each rounding.
   """
   return base(
     algorithm='sft',
@@ -56,30 +54,30 @@ def start_config() -> dict:
 
 
 def with_hint(row: dict) -> dict:
-  """Adds a second prompt, which says the sum as well: a column for `rl.privileged`."""
+  """Adds a second prompt, which also states the sum: a column for `rl.privileged`."""
   return row | {'hint': [{'role': 'user', 'content': f'It is {row["answer"]}. {row["prompt"][-1]["content"]}'}]}
 
 
 def after_hint(row: dict) -> dict:
-  """Makes that prompt the prompt of the row."""
+  """Makes the prompt with the hint the prompt of the row."""
   return row | {'prompt': with_hint(row)['hint']}
 
 
 def hinted_start_config() -> dict:
-  """The common start, which has also seen prompts with a hint, and they were followed by right sums."""
+  """The common start, but also trained on prompts with a hint that are followed by right sums."""
   wrong, right = (f'{SUMS.format("", "train")},size=6000,correct={share}' for share in (0.5, 1))
   over = dict(data=dict(path=(wrong, right), map=('', f'{__file__}:after_hint')))
   return tiny.merged(start_config(), over)
 
 
 def game(kind: str, **over) -> dict:
-  """The config of games; `kind` of rows ('treasure_played', ...)."""
+  """Returns the config of games; `kind` is the kind of rows ('treasure_played', ...)."""
   rows = dict(path='generated:arithmetic:max=99,ops=+,correct=1,size=4000', map=f'jaxpost.environments.examples:{kind}')
-  played = dict(
+  fields = dict(
     environment=f'{pathlib.Path(__file__).parent / "game.py"}:Game', tools=dict(max_turns=2, workers=2), data=rows
   )
-  played |= dict(rollout=dict(max_prompt_length=80, max_new_tokens=160), train=dict(batch_size=8, row_length=256))
-  return tiny.merged(tiny.merged(base(), played), over)
+  fields |= dict(rollout=dict(max_prompt_length=80, max_new_tokens=160), train=dict(batch_size=8, row_length=256))
+  return tiny.merged(tiny.merged(base(), fields), over)
 
 
 def game_start_config() -> dict:
@@ -96,8 +94,9 @@ def teacher_config(**over) -> dict:
 def in_steps(row: dict) -> dict:
   """Makes two small additions of the four digits of a sum, with a line for each.
 
-  A wrong sum makes a slip by one of a line or of both, whose labels are false. All terms are even, so slips are odd: a
-  judge learns to tell them in 100 steps, where of sums up to 99 it learns in 300 only that slips come with time.
+  A wrong sum gets slips by one in the first line, the second, or both; these lines have false labels. All terms are
+  even, so slips are odd, and a judge learns to tell them in 100 steps. Of sums up to 99 it would learn in 300 steps
+  only that slips become likelier toward the end.
   """
   terms = [int(digit) % 3 * 2 for digit in '{:>02}{:>02}'.format(*row['prompt'][-1]['content'].strip('=').split('+'))]
   shown = int(row['completion'][0]['content'])
@@ -114,18 +113,18 @@ def in_steps(row: dict) -> dict:
 
 
 def all_lines(completions, answer, **columns) -> list[float]:
-  """1 for completions that are right in all lines."""
+  """1 for completions that are right in all lines, else 0."""
   return [float(completion[-1]['content'] == right) for completion, right in zip(completions, answer)]
 
 
 def to_solve(row: dict) -> dict:
-  """Makes the prompt and the answer of `in_steps`, without a solution."""
-  made = in_steps(row)
-  return dict(prompt=made['prompt'], answer=made['answer'])
+  """Returns the prompt and the answer of `in_steps`, without a solution."""
+  row_in_steps = in_steps(row)
+  return dict(prompt=row_in_steps['prompt'], answer=row_in_steps['answer'])
 
 
 def steps_data(map_: str) -> dict:
-  """Sums by a map of this file; half of the solutions have slips."""
+  """Sums, mapped by the function `map_` of this file; half of the solutions have slips."""
   rows = dict(path=SUMS.format('', 'train') + ',size=6000,correct=0.5', map=f'{__file__}:{map_}')
   return dict(data=rows, eval=dict(data=dict(map=rows['map'])))
 
@@ -136,13 +135,13 @@ def steps_start_config() -> dict:
 
 
 def judge_config() -> dict:
-  """A process reward model, from the model that writes steps."""
-  chosen = dict(algorithm='reward_model', init_from='steps', reward_model=dict(loss='process'))
-  chosen |= steps_data('in_steps') | dict(train=dict(steps=100, batch_size=8, row_length=192))
-  return base(**chosen, optim=dict(lr=2e-3, schedule='cosine'))
+  """A process reward model that starts from the model that writes solutions in steps."""
+  fields = dict(algorithm='reward_model', init_from='steps', reward_model=dict(loss='process'))
+  fields |= steps_data('in_steps') | dict(train=dict(steps=100, batch_size=8, row_length=192))
+  return base(**fields, optim=dict(lr=2e-3, schedule='cosine'))
 
 
-# All models that cases begin with, learn from, or are graded by. The first case that needs one trains it.
+# The models that cases start from, learn from, or are graded by. A model is trained when a case first needs it.
 MODELS = {
   'start': start_config,
   'early': lambda: tiny.merged(start_config(), dict(train=dict(steps=250))),
@@ -157,12 +156,12 @@ MODELS = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A method's run from the common start.
+  """The run of a method from the common start.
 
   metric: of evaluation.
-  gain: the least change that the test asks for; below 0 where it must fall.
-  start: a model of `MODELS`. 'early' is a quarter of the way to 'start', whose rankings
-    of pairs leave nothing to learn where there is no reference to beat.
+  gain: the least change that the test asks for; negative where the metric must fall.
+  start: a model of `MODELS`. 'early' is a quarter of the way to 'start'; the later model ranks pairs so well that
+    methods without a reference have nothing to learn.
   """
 
   config: dict
@@ -172,7 +171,7 @@ class Case:
 
 
 def online(algorithm, steps=60, lr=8e-4, **over) -> Case:
-  """On-policy: the share of held-out answers that are right."""
+  """An on-policy method, measured by the share of held-out answers that are right."""
   return Case(
     tiny.merged(
       base(
@@ -190,41 +189,41 @@ def online(algorithm, steps=60, lr=8e-4, **over) -> Case:
 
 
 def variant(algorithm, **over) -> Case:
-  """Returns a case at half the learning rate of `online`, at which the variants of docs/methods.md were measured."""
+  """A case at half the learning rate of `online`, at which the variants of docs/methods.md were measured."""
   return online(algorithm, lr=4e-4, **over)
 
 
 def hinted(**over) -> Case:
-  """A teacher that sees the answer, and no reward: its weight is 0, so that it counts in evaluation only."""
+  """A teacher that sees the answer. The reward has weight 0, so that it counts in evaluation only."""
   over = tiny.merged(dict(rl=dict(privileged='hint'), reward_weights=(0.0,)), over)
   over = tiny.merged(over, dict(data=dict(map=f'{__file__}:with_hint'), rollout=dict(max_prompt_length=64)))
   return dataclasses.replace(online('opd', lr=1e-3, **over), start='hinted')
 
 
 def again(**over) -> Case:
-  """On prompts that come again, for options that remember them."""
+  """A case with few prompts, which come again, for options that remember prompts."""
   rows = dict(data=dict(path=SUMS.format('', 'train') + ',size=640,correct=1'))
   return online('grpo', **tiny.merged(rows, over))
 
 
 def of_two(**over) -> Case:
-  """In groups of two, which are often all right or all wrong."""
+  """A case with groups of two, which are often all right or all wrong."""
   groups = dict(rollout=dict(prompts=128, group_size=2))
   return again(**tiny.merged(groups | dict(data=dict(path=SUMS.format('', 'train') + ',size=1280,correct=1')), over))
 
 
 def by_steps() -> Case:
-  """A process reward model grades each line, beside a verifier of all lines, which counts in evaluation."""
+  """A process reward model grades each line, next to a verifier of all lines, which counts in evaluation."""
   graded = dict(reward=f'{__file__}:all_lines,reward_model', reward_weights=(1.0, 0.5))
   graded |= dict(reward_model=dict(path='judge', per_step=True), rollout=dict(max_new_tokens=24, prompts=16))
   graded |= steps_data('to_solve')
-  # Before the critic knows how much reward is left, late tokens, and the end first of all, seem worse than others.
+  # Until the critic knows how much reward is left, late tokens, and the end above all, seem worse than others.
   graded |= dict(critic=dict(lr=2e-3, warmup_steps=20), rl=dict(minibatches=2))
   return dataclasses.replace(online('ppo', **graded), start='steps')
 
 
 def playing(algorithm, steps=60) -> Case:
-  """In an environment: the share of games in which the treasure is found by the first move."""
+  """A method in an environment, measured by the share of games in which the first move finds the treasure."""
   fields = dict(train=dict(steps=steps, row_length=0), optim=dict(lr=3e-4), rollout=dict(prompts=8, group_size=8))
   held_out = dict(path='generated:arithmetic:max=99,ops=+,correct=1,size=64,split=test')
   held_out |= dict(map='jaxpost.environments.examples:treasure')
@@ -233,7 +232,7 @@ def playing(algorithm, steps=60) -> Case:
 
 
 def pairs(algorithm, lr=3e-4, steps=60, start='start', **over) -> Case:
-  """Preferences: the share of held-out pairs that are put right."""
+  """A preference method, measured by the share of held-out pairs that are ranked right."""
   return Case(
     tiny.merged(base('_pairs', algorithm=algorithm, train=dict(steps=steps), optim=dict(lr=lr)), over),
     'rewards/accuracies',
@@ -258,9 +257,9 @@ CASES = {
   'dpo': pairs('dpo'),
   'orpo': pairs('orpo', 2e-3, steps=160, start='early', optim=dict(schedule='linear')),
   'cpo': pairs('cpo', 1e-3, steps=160, start='early', optim=dict(schedule='linear')),
-  # It has no term for good answers alone: it widens margins, and ranks as many pairs rightly as before.
+  # SimPO has no term for good answers alone: it widens margins, but ranks no more pairs right than before.
   'simpo': dataclasses.replace(pairs('simpo', start='early'), metric='rewards/margins', gain=0.3),
-  # At equal weights it rather lowers bad answers and all others with them.
+  # At equal weights KTO mostly lowers bad answers, and all other answers with them.
   'kto': pairs(
     'kto',
     lr=5e-4,
@@ -288,7 +287,7 @@ CASES = {
 # tests/test_combinations.py compares them with exact gradients, and docs/methods.md has what they learn.
 VARIANTS = {
   **{name: variant(name) for name in ('gmpo', 'dppo', 'gpg', 'opo', 'maxrl', 'pass_at_k')},
-  # Its alpha is for thousands of tokens: below 20 tokens, 0.05 makes a lambda of 0.
+  # VAPO's alpha, 0.05, is for thousands of tokens: below 20 tokens it gives a lambda of 0.
   'vapo': variant('vapo', critic=dict(lr=2e-3), rl=dict(minibatches=2, length_alpha=6.0)),
   'GDPO': variant('grpo', reward='exact_match,regex_match?pattern=^[0-9]', rl=dict(advantage='gdpo')),
   'LUFFY': variant('grpo', rl=dict(expert=True, scale_rewards='none')),
@@ -321,7 +320,7 @@ VARIANTS = {
 
 
 def run(name: str, config: dict, folder: pathlib.Path) -> list[dict]:
-  """The rows of evaluation."""
+  """Runs `config` anew and returns the rows of evaluation."""
   shutil.rmtree(folder / name, ignore_errors=True)
   jaxpost.run(config, folder / name, QUIET)
   return [row for row in metrics.read_rows(folder / name / 'metrics.jsonl') if row['split'] == 'eval']
@@ -333,30 +332,30 @@ def train_rows(name: str, folder: pathlib.Path) -> list[dict]:
 
 
 def model(name: str, folder: pathlib.Path) -> str:
-  """Returns the folder of a model of `MODELS`; trains it unless a case has."""
+  """Returns the folder of a model of `MODELS`, which is trained unless it exists."""
   if name and not (folder / name / 'summary.json').exists():
     run(name, located(MODELS[name](), folder), folder)
   return str(folder / name) if name else ''
 
 
 def located(config: dict, folder: pathlib.Path) -> dict:
-  """Puts the folders of models in the place of their names."""
-  found = dict(
+  """Replaces the names of models in a config by their folders."""
+  folders = dict(
     init_from=model(config['init_from'], folder),
     distill=dict(teachers=tuple(model(name, folder) for name in config['distill']['teachers'])),
     rl=dict(reference=model(config['rl']['reference'], folder)),
     reward_model=dict(path=model(config['reward_model']['path'], folder)),
   )
-  return tiny.merged(config, found)
+  return tiny.merged(config, folders)
 
 
 def measure(name: str, folder: pathlib.Path, seed: int = 0) -> dict:
-  """{before, after, seconds, train rows} of a case; `folder` keeps its run and the models of all cases."""
-  case, begun = (CASES | VARIANTS)[name], time.perf_counter()
+  """Runs a case; returns {before, after, seconds, train rows}. `folder` keeps its run and the models of all cases."""
+  case, start_time = (CASES | VARIANTS)[name], time.perf_counter()
   config = located(tiny.merged(case.config, dict(seed=seed, init_from=case.start)), folder)
   rows = run(name, config, folder)
   before, after = (row[case.metric] for row in (rows[0], rows[-1]))
   if case.metric == 'rewards/accuracies' and not before:
     before = 0.5  # nothing but ties: the policy is its reference
-  found = dict(metric=case.metric, before=before, after=after, steps=config['train']['steps'])
-  return found | dict(seconds=time.perf_counter() - begun, rows=train_rows(name, folder))
+  result = dict(metric=case.metric, before=before, after=after, steps=config['train']['steps'])
+  return result | dict(seconds=time.perf_counter() - start_time, rows=train_rows(name, folder))

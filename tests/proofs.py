@@ -1,6 +1,6 @@
-"""Checks that every model with layers of its own has to pass: sampling, adapters, runs.
+"""Checks that every model with layers of its own must pass: sampling, adapters, GRPO and resumed runs.
 
-`test_hybrid.py` and `test_mixed.py` call these; families of plain attention are in `test_families.py`.
+test_hybrid.py, test_mixed.py and others call these; test_families.py has the families of plain attention.
 """
 
 import jax
@@ -20,7 +20,7 @@ from jaxpost.types import Prompt
 
 
 def engine(model, **fields) -> native.NativeEngine:
-  """Returns a greedy engine of three slots; `fields` are of `native.SamplerConfig`."""
+  """Returns a greedy engine of three slots; `fields` replace fields of `native.SamplerConfig`."""
   settings = dict(slots=3, max_prompt=9, max_new_tokens=64, stop_ids=(-2,), block=4, temperature=0.0)
   return native.NativeEngine(
     model, native.SamplerConfig(**settings | fields), tiny.one_device('rollout'), tiny.EXACT, Ledger()
@@ -28,25 +28,27 @@ def engine(model, **fields) -> native.NativeEngine:
 
 
 def check_slots(model, params, sampler) -> None:
-  """Prompts of several lengths, forked, and more of them than slots: each as the whole text alone.
+  """Checks sampled log-probabilities against a forward pass of each whole text alone.
+
+  The prompts have several lengths, are forked into two samples each, and are more than the slots.
 
   sampler: an `engine` for 24 new tokens, with the parameters loaded.
   """
   ids, lengths = tiny.tokens((3, 9)), (9, 2, 5)
   prompts = [Prompt(i, ids[i, :n], '', {}) for i, n in enumerate(lengths)]
   rollout = sampler(prompts, group_size=2, step=0, run_key=np.zeros(2, np.uint32), sampling=dict(temperature=1.0))
-  assert len({tuple(x) for x in rollout.completions}) == 6  # draws differ
+  assert len({tuple(x) for x in rollout.completions}) == 6  # no two samples are equal
   texts = [np.r_[ids[i // 2, : lengths[i // 2]], rollout.completions[i]] for i in range(6)]
   padded = np.stack([np.pad(x, (0, 33 - len(x))) for x in texts])
   logp = jax.nn.log_softmax(tiny.logits(model, params, padded))
   for i, text in enumerate(texts):
     n = lengths[i // 2]
-    own = np.take_along_axis(np.asarray(logp[i, n - 1 : len(text) - 1]), text[n:, None], 1)[:, 0]
-    np.testing.assert_allclose(own, rollout.logprobs[i], atol=1e-5)
+    text_logprobs = np.take_along_axis(np.asarray(logp[i, n - 1 : len(text) - 1]), text[n:, None], 1)[:, 0]
+    np.testing.assert_allclose(text_logprobs, rollout.logprobs[i], atol=1e-5)
 
 
 def check_greedy_text(config, folder) -> None:
-  """64 greedy tokens are those of transformers; `config` has an output layer of its own."""
+  """Checks that 64 greedy tokens equal those of transformers; `config` has untied embeddings."""
   torch = pytest.importorskip('torch')
   from transformers import AutoModelForCausalLM
 
@@ -61,26 +63,27 @@ def check_greedy_text(config, folder) -> None:
   rollout = sampler(prompts, group_size=1, step=0, run_key=np.zeros(2, np.uint32))
   for i, n in enumerate((9, 4)):
     text = network.generate(torch.tensor(ids[i : i + 1, :n]).long(), max_new_tokens=64, do_sample=False)[0, n:]
-    assert len(set(text.tolist())) > 4  # no loop over a few tokens
+    assert len(set(text.tolist())) > 4  # the text is no loop over a few tokens
     np.testing.assert_array_equal(rollout.completions[i], text.numpy())
 
 
 def check_grpo(model_folder: str, workdir, targets: str) -> None:
-  """The first step holds the sampler's log-probs against the trainer's; with adapters they share the stacks."""
+  """Checks step one of GRPO with adapters on a shared base: log-probs of sampler and trainer agree, and KL is 0."""
   import jaxpost
 
   lora = dict(rank=2, targets=targets)
   jaxpost.run(tiny.grpo_config(model_folder, lora=lora, rl=dict(kl_coef=0.01), train=dict(steps=1)), workdir)
-  row = metrics.read_rows(workdir / 'metrics.jsonl')[0]
-  assert abs(row['sampler_mismatch'] - 1) < 1e-5 and row['kl'] < 1e-9
-  assert row['grad_norm'] > 0
+  first = metrics.read_rows(workdir / 'metrics.jsonl')[0]
+  assert abs(first['sampler_mismatch'] - 1) < 1e-5 and first['kl'] < 1e-9
+  assert first['grad_norm'] > 0
 
 
 def check_adapters(config, quantized: str, folder) -> dict:
-  """Adapters compute what merged ones do and, on plain bases, come back from PEFT; returns the parameters.
+  """Checks that adapters compute what merged weights do and, on plain bases, that PEFT files restore them.
 
   config: with `lora`.
   quantized: format of the base, or ''.
+  Returns the parameters.
   """
   model = model_lib.build(config)
   if quantized:
@@ -91,10 +94,10 @@ def check_adapters(config, quantized: str, folder) -> dict:
     for pair in stack.values():
       pair['b'] = jnp.asarray(0.2 * random.standard_normal(pair['b'].shape).astype('f'))
   ids = tiny.tokens((2, 12))
-  at = np.broadcast_to(np.arange(12, dtype=np.int32), ids.shape)
+  positions = np.broadcast_to(np.arange(12, dtype=np.int32), ids.shape)
 
   def run(m, p):
-    return jax.jit(lambda p: m.forward(p, ids, at, np.ones_like(ids), compute=tiny.EXACT))(p)
+    return jax.jit(lambda p: m.forward(p, ids, positions, np.ones_like(ids), compute=tiny.EXACT))(p)
 
   adapted, merged = run(model, params), run(model.base, model.merge(params))
   assert tiny.largest(adapted - merged) <= 1e-5 * tiny.largest(merged)
@@ -106,16 +109,16 @@ def check_adapters(config, quantized: str, folder) -> dict:
 
 
 def check_resume(model_folder: str, folder, **over) -> dict[str, np.ndarray]:
-  """A run that is stopped at its middle and resumed exports the same bits; returns these."""
+  """Checks that a run that is stopped halfway and resumed exports the same bits; returns the exported tensors."""
   import jaxpost
 
   config = tiny.run_config(model_folder, train=dict(steps=4), save=dict(every=2, export=True), **over)
   jaxpost.run(config, folder / 'whole')
   jaxpost.run(tiny.merged(config, dict(train=dict(steps=2))), folder / 'parts')
   jaxpost.run(config, folder / 'parts')
-  one, two = map(exported, (folder / 'whole', folder / 'parts'))
-  jax.tree.map(np.testing.assert_array_equal, one, two)
-  return one
+  uninterrupted, resumed = map(exported, (folder / 'whole', folder / 'parts'))
+  jax.tree.map(np.testing.assert_array_equal, uninterrupted, resumed)
+  return uninterrupted
 
 
 def exported(run) -> dict[str, np.ndarray]:
@@ -124,6 +127,6 @@ def exported(run) -> dict[str, np.ndarray]:
 
 
 def tensors(folder) -> dict[str, np.ndarray]:
-  """Returns the tensors of a folder."""
+  """Returns the tensors of the safetensors files in a folder."""
   files = sorted(folder.glob('*.safetensors'))
   return {name: x for file in files for name, x in safetensors.numpy.load_file(file).items()}

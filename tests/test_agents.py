@@ -1,4 +1,4 @@
-"""An external agent, which asks by HTTP, as the environment of a run.
+"""External agents as the environment of a run: they sample over HTTP, and the run trains on their conversations.
 
 Legend: N sequences, C completion tokens.
 """
@@ -106,8 +106,8 @@ def run(folder):
   return folder / 'run'
 
 
-def test_it_is_trained_on_what_it_was_told(run):
-  """Log-probs of what the agent heard are the trainer's; weights move on."""
+def test_agent_run_trains_with_matching_logprobs(run):
+  """The sampler's log-probs equal the trainer's in the first step, and the weights change in each step."""
   rows = metrics.read_rows(run / 'metrics.jsonl')
   assert rows[0]['ratio'] == pytest.approx(1, abs=1e-5)
   assert rows[0]['sampler_mismatch'] == pytest.approx(1, abs=1e-5)
@@ -118,10 +118,10 @@ def test_it_is_trained_on_what_it_was_told(run):
   assert len({r['loss'] for r in rows}) == 3
 
 
-def test_tokens_are_those_of_the_conversation(run):
-  """Tokens between two answers are those of the template, and are not trained."""
+def test_recorded_tokens_follow_the_conversation_and_mask_the_template(run):
+  """Tokens between two answers are those of the chat template, and are not trained."""
   decode = tokenizer.load('bytes').decode
-  failed = begun = 0
+  failed = begun_again = 0
   for step in 1, 2, 3:
     rollout, arrays = rollout_files.load(run / f'rollouts/grpo/{step}.npz')
     size = len(rollout.lengths) // len(rollout.prompts)
@@ -135,21 +135,21 @@ def test_tokens_are_those_of_the_conversation(run):
       ids, mask = rollout.completions[n, :length], rollout.mask[n, :length]
       text = decode([*prompt.tokens, *ids], False)
       between = decode(ids[~mask], False)
-      if answer % 5 == 0:  # the last of its conversations
-        begun += 1
+      if answer % 5 == 0:  # the episode began again, and its last conversation is recorded
+        begun_again += 1
         assert '<|im_start|>user\nbye<|im_end|>' in text
         assert between.count('again') == 0
       else:
         assert text.startswith(f'<|im_start|>user\n{answer}?<|im_end|>')
         assert between.endswith('\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n')
       assert not arrays['trained'][n, :length][~mask].any()
-  assert failed and begun
+  assert failed and begun_again
   rows = metrics.read_rows(run / 'metrics.jsonl')
   assert sum(r['episodes/failed'] for r in rows) == failed
-  assert sum(r['episodes/begun_again'] for r in rows) == begun
+  assert sum(r['episodes/begun_again'] for r in rows) == begun_again
 
 
-def test_no_key_of_an_episode_can_be_guessed():
+def test_api_keys_of_episodes_are_unique_and_long():
   episode = Episode(0, Prompt(0, np.arange(3), '', {}), 0)
   owner = types.SimpleNamespace(
     pool=types.SimpleNamespace(all=[]), endpoint=types.SimpleNamespace(), turns=None, limits=None
@@ -161,49 +161,51 @@ def test_no_key_of_an_episode_can_be_guessed():
   assert len(keys) == 3 and all(len(key) >= 32 for key in keys)
 
 
-def test_draws_do_not_depend_on_who_asks_first(folder, run):
+def test_samples_do_not_depend_on_the_order_of_requests(folder, run):
   jaxpost.run(config(folder, train=dict(steps=1), tools=dict(workers=1)), folder / 'again')
-  one, _ = rollout_files.load(run / 'rollouts/grpo/1.npz')
-  two, _ = rollout_files.load(folder / 'again/rollouts/grpo/1.npz')
-  np.testing.assert_array_equal(one.completions, two.completions)
-  np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-5)
+  three_workers, _ = rollout_files.load(run / 'rollouts/grpo/1.npz')
+  one_worker, _ = rollout_files.load(folder / 'again/rollouts/grpo/1.npz')
+  np.testing.assert_array_equal(three_workers.completions, one_worker.completions)
+  np.testing.assert_allclose(three_workers.logprobs, one_worker.logprobs, atol=1e-5)
 
 
-def test_tokens_between_turns_are_the_templates():
+def test_tokens_between_turns_equal_those_of_the_chat_template():
   t = tokenizer.load('bytes')
-  made = turns.Turns(t)
+  turns_of_template = turns.Turns(t)
   user = {'role': 'user', 'content': 'why?'}
-  said = {'role': 'assistant', 'content': 'no'}
+  reply = {'role': 'assistant', 'content': 'no'}
   head = t.encode(t.render_chat([user], generation_prompt=True)[0])
-  whole = t.encode(t.render_chat([user, said, user], generation_prompt=True)[0])
+  conversation = t.encode(t.render_chat([user, reply, user], generation_prompt=True)[0])
   no = t.encode('no')
-  assert head + no + [made.end_id] + made.continuation([user], ended=True) == whole
-  assert head + no + made.continuation([user], ended=False) == whole
-  assert json.dumps(made.continuation([user], True)) == json.dumps(made.continuation([user], False)[1:])
+  assert head + no + [turns_of_template.end_id] + turns_of_template.continuation([user], ended=True) == conversation
+  assert head + no + turns_of_template.continuation([user], ended=False) == conversation
+  assert json.dumps(turns_of_template.continuation([user], True)) == json.dumps(
+    turns_of_template.continuation([user], False)[1:]
+  )
 
 
-def test_a_refused_request_changes_nothing():
-  """Earlier samples stay, and are not mistaken for the refused request."""
+def test_refused_request_leaves_the_episode_unchanged():
+  """Earlier samples stay, and are not taken for an answer to the refused request."""
   t = tokenizer.load('bytes')
-  e = Episode(0, Prompt(0, np.array([1, 2], np.int32), '', {}), 0)
-  session = agents.Session(e, turns.Turns(t), EpisodeLimits(prompt=9, tokens=20), {})
+  episode = Episode(0, Prompt(0, np.array([1, 2], np.int32), '', {}), 0)
+  session = agents.Session(episode, turns.Turns(t), EpisodeLimits(prompt=9, tokens=20), {})
 
   def ask(text):
     return {'messages': [{'role': 'user', 'content': text}]}
 
   first = session.request(ask('a'), lambda: np.array([5, 6], np.int32), 8)
-  drawn = np.array([7, 8], np.int32)
+  sampled_ids = np.array([7, 8], np.int32)
   session.record_answer(
     ask('a'),
-    Completion(first, drawn, np.zeros(2), np.zeros(2), True, versions=np.full(2, 3)),
+    Completion(first, sampled_ids, np.zeros(2), np.zeros(2), True, versions=np.full(2, 3)),
     {'role': 'assistant', 'content': 'x'},
   )
-  kept = list(e.tokens)
-  assert [x.id for x in kept] == [7, 8] and [x.version for x in kept] == [3, 3]
+  tokens_before = list(episode.tokens)
+  assert [x.id for x in tokens_before] == [7, 8] and [x.version for x in tokens_before] == [3, 3]
   with pytest.raises(InputError, match='30 tokens exceed config.rollout.max_prompt_length=9'):
     session.request(ask('b'), lambda: np.zeros(30, np.int32), 8)
-  assert e.tokens == kept and e.context.tolist() == [5, 6]
+  assert episode.tokens == tokens_before and episode.context.tolist() == [5, 6]
   session.request(ask('b'), lambda: np.zeros(9, np.int32), 8)
-  session.busy.release()  # refused by the engine
-  assert e.tokens == kept and e.context.tolist() == [5, 6]
+  session.busy.release()  # as if the engine had refused the request
+  assert episode.tokens == tokens_before and episode.context.tolist() == [5, 6]
   assert session.begun == 1

@@ -1,4 +1,4 @@
-"""Processes find each other where JAX knows the cluster, and say if not."""
+"""Connecting processes (`jaxpost.distributed.cluster`): clusters that JAX detects, Pathways, and unknown clusters."""
 
 import json
 import os
@@ -25,7 +25,7 @@ except channels.Closed:
   joined.append('closed')
 print(json.dumps([coordination.all_gather([me, coordination.process_count()]), coordination.all_gather(joined)]))
 """
-# Variables that the launchers of these clusters set, as jax/_src/clusters reads them.
+# Environment variables that the launchers of these clusters set; jax/_src/clusters reads them.
 CLUSTERS = {
   'slurm': lambda rank, job: dict(
     SLURM_JOB_ID=str(job),
@@ -44,7 +44,7 @@ CLUSTERS = {
 }
 
 
-def run(code, **env):
+def start_python(code, **env):
   return subprocess.Popen(
     [sys.executable, '-c', code],
     cwd=ROOT,
@@ -56,9 +56,9 @@ def run(code, **env):
 
 
 @pytest.mark.parametrize('name', CLUSTERS)
-def test_two_processes_meet(name):
-  job = random.randrange(10**6)  # decides the port
-  children = [run(CODE, **CLUSTERS[name](rank, job)) for rank in (0, 1)]
+def test_two_processes_of_a_known_cluster_connect(name):
+  job = random.randrange(10**6)  # the port is derived from the job id
+  children = [start_python(CODE, **CLUSTERS[name](rank, job)) for rank in (0, 1)]
   for child in children:
     out, err = child.communicate(timeout=300)
     assert child.returncode == 0, err[-2000:]
@@ -66,7 +66,7 @@ def test_two_processes_meet(name):
     assert json.loads(out) == [[[0, 2], [1, 2]], [joined, [*joined, 'closed']]]
 
 
-def test_an_unknown_cluster_is_one_line():
+def test_unknown_cluster_prints_one_line_with_the_flags_to_set():
   done = subprocess.run(
     [sys.executable, '-m', 'launch.train', '--distributed', '--config=configs/quickstart.py', '--workdir=/no/where'],
     cwd=ROOT,
@@ -79,12 +79,12 @@ def test_an_unknown_cluster_is_one_line():
 
 
 @pytest.mark.parametrize('installed', [True, False])
-def test_pathways(installed, tmp_path):
-  """One process drives all hosts: it only says that it is there."""
+def test_pathways_is_initialized_or_its_package_named(installed, tmp_path):
+  """One process drives all hosts, so no coordinator is needed."""
   code = 'from jaxpost.distributed import cluster\ncluster.connect()\nprint("on")'
   if installed:
     (tmp_path / 'pathwaysutils.py').write_text('def initialize():\n  print("Pathways")\n')
-  child = run(code, JAX_PLATFORMS='proxy,cpu', PYTHONPATH=f'{tmp_path}:{ROOT}')
+  child = start_python(code, JAX_PLATFORMS='proxy,cpu', PYTHONPATH=f'{tmp_path}:{ROOT}')
   out, err = child.communicate(timeout=300)
   if installed:
     assert out.split() == ['Pathways', 'on'], err

@@ -1,4 +1,4 @@
-"""Rows from files, folders, generators and user functions; bad ones named."""
+"""Reading rows (`data.sources`): files of each format, folders and splits, columns, map functions, and bad input."""
 
 import gzip
 import json
@@ -29,7 +29,7 @@ def write_parquet(path, rows=ROWS):
 
 
 def write_arrow(folder, rows):
-  """A folder as `datasets.Dataset.save_to_disk` writes it."""
+  """Writes a folder like that of `datasets.Dataset.save_to_disk`."""
   pa = pytest.importorskip('pyarrow')
   folder.mkdir(parents=True)
   table = pa.Table.from_pylist(rows)
@@ -43,8 +43,8 @@ def write_arrow(folder, rows):
 
 
 def write_array_record(path, rows=ROWS):
-  module = pytest.importorskip('array_record.python.array_record_module')
-  writer = module.ArrayRecordWriter(str(path), 'group_size:1')
+  array_record_module = pytest.importorskip('array_record.python.array_record_module')
+  writer = array_record_module.ArrayRecordWriter(str(path), 'group_size:1')
   for row in rows:
     writer.write(json.dumps(row).encode())
   writer.close()
@@ -61,7 +61,7 @@ def write_array_record(path, rows=ROWS):
     ('a.JSON.gz', '\ufeff' + json.dumps(ROWS), '[0] [1] [2]'),
   ],
 )
-def test_json_files(tmp_path, name, data, places):
+def test_json_files_are_read_with_the_place_of_each_row(tmp_path, name, data, places):
   path = write(tmp_path / name, data)
   rows = sources.read(path)
   assert list(rows) == ROWS and rows.name == path
@@ -69,33 +69,33 @@ def test_json_files(tmp_path, name, data, places):
   assert rows[1:].where(0) == rows.where(1)
 
 
-def test_columnar_files(tmp_path):
+def test_parquet_and_array_record_files_are_read(tmp_path):
   for path in (write_parquet(tmp_path / 'a.parquet'), write_array_record(tmp_path / 'a.array_record')):
     rows = sources.read(path)
     assert list(rows) == ROWS and rows.where(2) == f'{path}[2]'
 
 
-def test_objects_of_a_columnar_file_have_their_own_keys_only(tmp_path):
-  """Its lists have one type, with the keys of all objects: a call would get the arguments of others, as nulls."""
+def test_null_keys_of_other_objects_are_dropped_from_parquet(tmp_path):
+  """A list in a columnar file has one type, so each object gets the keys of the others as nulls."""
   calls = [dict(function=dict(name='f', arguments=dict(a=1))), dict(function=dict(name='g', arguments=dict(b=2)))]
   tools = [dict(type='function', function=dict(name=n, parameters={'properties': {n: {}}})) for n in 'ab']
   tools[0]['function']['parameters']['properties']['a']['type'] = 'string'
   tools[1]['function']['parameters']['properties']['b']['enum'] = ['x']
-  seen = [dict(a=1, b=None), dict(a=None, b=2)]  # of other objects they stay, as a function may read them
+  seen = [dict(a=1, b=None), dict(a=None, b=2)]  # nulls of other columns stay, as a function may read them
   row = dict(messages=[dict(role='assistant', content='', tool_calls=calls)], tools=tools, seen=seen, note=None)
   path = write_parquet(tmp_path / 'a.parquet', [row])
   assert list(sources.read(path)) == [row]
   assert sources.read(path, streaming=True)[0] == row
 
 
-def test_json_in_columnar_files_is_parsed(tmp_path):
-  """`datasets` 5 writes messages and schemas of tools as JSON if the arguments of calls differ."""
+def test_json_columns_of_parquet_and_arrow_are_parsed(tmp_path):
+  """`datasets` 5 writes messages and tool schemas as JSON if the arguments of calls differ."""
   pa = pytest.importorskip('pyarrow')
   calls = [dict(function=dict(name='f', arguments=dict(a=1))), dict(function=dict(name='g', arguments=dict(b=[2])))]
   messages = [[dict(role='assistant', content='', tool_calls=[call])] for call in calls]
   tools = [[dict(function=dict(name=n, parameters={n: {'type': 'string'}}))] for n in 'fg']
-  text = pa.array([json.dumps(t[0]['function']['parameters']) for t in tools]).cast(pa.json_())
-  functions = pa.StructArray.from_arrays([pa.array(['f', 'g']), text], ['name', 'parameters'])
+  schemas = pa.array([json.dumps(t[0]['function']['parameters']) for t in tools]).cast(pa.json_())
+  functions = pa.StructArray.from_arrays([pa.array(['f', 'g']), schemas], ['name', 'parameters'])
   ends = pa.array([0, 1, 2], pa.int32())
   columns = {
     'messages': pa.ListArray.from_arrays(ends, pa.array([json.dumps(m[0]) for m in messages]).cast(pa.json_())),
@@ -110,11 +110,11 @@ def test_json_in_columnar_files_is_parsed(tmp_path):
     writer.write_table(table)
   expected = [dict(messages=m, tools=t, seen=s) for m, t, s in zip(messages, tools, ({'x': 1}, None))]
   assert list(sources.read(tmp_path / 'a.parquet')) == list(sources.read(tmp_path / 'a.arrow')) == expected
-  lazily = sources.read(tmp_path / 'a.parquet', streaming=True)
-  assert [lazily[n] for n in (0, 1, 0)] == [*expected, expected[0]]
+  streamed = sources.read(tmp_path / 'a.parquet', streaming=True)
+  assert [streamed[n] for n in (0, 1, 0)] == [*expected, expected[0]]
 
 
-def test_text_files(tmp_path):
+def test_text_files_are_split_into_documents(tmp_path):
   path = write(tmp_path / 'a.txt', 'a\nb\n<|endoftext|>\nc\n\nd\n')
   rows = sources.read(path)
   assert [r['text'] for r in rows] == ['a\nb', 'c\n\nd']
@@ -126,7 +126,7 @@ def test_text_files(tmp_path):
 
 
 @pytest.mark.parametrize('name, delimiter', [('a.csv', ','), ('a.tsv', '\t'), ('a.CSV.gz', ',')])
-def test_tables_of_text(tmp_path, name, delimiter):
+def test_csv_and_tsv_files_are_read(tmp_path, name, delimiter):
   cells = [['prompt', 'answer '], ['"1, 2\tor\n""3""?"', '4'], [], ['second', ''], ['x' * 200_000, 'long']]
   path = write(tmp_path / name, '\ufeff' + '\r\n'.join(delimiter.join(row) for row in cells))
   rows = sources.read(path)
@@ -135,7 +135,7 @@ def test_tables_of_text(tmp_path, name, delimiter):
   assert [rows.where(i) for i in range(3)] == [f'{path}:{line}' for line in (2, 5, 6)]
 
 
-def test_folders(tmp_path):
+def test_folder_reads_its_data_files_recursively(tmp_path):
   (tmp_path / 'plain' / 'more').mkdir(parents=True)
   write(tmp_path / 'plain' / 'README.md', 'no data')
   write(tmp_path / 'plain' / 'dataset_infos.json', '{}')
@@ -161,7 +161,7 @@ def test_splits_are_never_mixed(tmp_path):
 def test_folders_saved_by_datasets(tmp_path):
   write_arrow(tmp_path / 'one', ROWS)
   assert list(sources.read(tmp_path / 'one')) == ROWS
-  # A data set that is saved alone has no other split to choose.
+  # A dataset that was saved on its own has no splits to choose from.
   with pytest.raises(InputError, match="has no split 'test'; it has none"):
     sources.read(f'{tmp_path}/one:test')
   state = json.loads((tmp_path / 'one/state.json').read_text())
@@ -226,7 +226,7 @@ BAD_FILES = [
 
 
 @pytest.mark.parametrize('name, data, message', BAD_FILES)
-def test_bad_files_are_named(tmp_path, name, data, message):
+def test_bad_files_are_refused_with_path_and_line(tmp_path, name, data, message):
   path = write(tmp_path / name, data)
   with pytest.raises(InputError, match=message) as caught:
     sources.read(path)
@@ -234,7 +234,7 @@ def test_bad_files_are_named(tmp_path, name, data, message):
   assert '\n' not in str(caught.value)
 
 
-def test_damaged_archives(tmp_path):
+def test_truncated_and_damaged_files_are_refused(tmp_path):
   path = tmp_path / 'a.jsonl.gz'
   write(path, LINES * 50)
   path.write_bytes(path.read_bytes()[:-30])
@@ -261,7 +261,7 @@ def test_missing_extras_say_what_to_install(tmp_path, monkeypatch, extra, name):
     sources.read(path)
 
 
-def test_missing_files_are_met_with_the_nearest(tmp_path):
+def test_missing_file_error_suggests_the_nearest_name(tmp_path):
   write(tmp_path / 'train.jsonl', LINES)
   with pytest.raises(InputError, match='trian.jsonl: .*you mean .*/train.jso'):
     sources.read(tmp_path / 'trian.jsonl')
@@ -272,7 +272,7 @@ def test_missing_files_are_met_with_the_nearest(tmp_path):
     sources.read(tmp_path / 'empty')
 
 
-def test_columns_rename_and_keep():
+def test_columns_option_renames_and_keeps_columns():
   rows = [{'question': 'q', 'answer': 'a', 'level': 1}]
 
   def read(columns):
@@ -287,15 +287,15 @@ def test_columns_rename_and_keep():
   }
   with pytest.raises(InputError, match=(r"x\[0\]: no column 'questoin'; it has question, answer, level \(did")):
     read('prompt=questoin')
-  for bad in ('prompt', 'prompt=', 'a=b,a=c'):
+  for bad_columns in ('prompt', 'prompt=', 'a=b,a=c'):
     with pytest.raises(InputError, match='^columns: '):
-      read(bad)
+      read(bad_columns)
 
 
 def test_map_fn_maps_drops_and_counts(tmp_path):
   write(tmp_path / 'mine.py', "def odd(row):\n  return {'n': row['n']} if row['n'] % 2 else None\n")
-  data = [{'n': n, 'x': 0} for n in range(5)]
-  rows = sources.read('x', map_fn=f'{tmp_path}/mine.py:odd', fake_rows=data)
+  input_rows = [{'n': n, 'x': 0} for n in range(5)]
+  rows = sources.read('x', map_fn=f'{tmp_path}/mine.py:odd', fake_rows=input_rows)
   assert list(rows) == [{'n': 1}, {'n': 3}]
   assert rows.dropped == 3 and rows.where(1) == 'x[3]'
   for map_fn, message in [
@@ -305,26 +305,26 @@ def test_map_fn_maps_drops_and_counts(tmp_path):
     (lambda row: 1 / 0, r'x\[0\]: map_fn raised ZeroDivisionError'),
   ]:
     with pytest.raises(InputError, match=message):
-      sources.read('x', map_fn=map_fn, fake_rows=data)
+      sources.read('x', map_fn=map_fn, fake_rows=input_rows)
 
 
-def test_the_earlier_turns_of_an_alpaca_row_stand_before_its_instruction():
+def test_alpaca_history_precedes_the_instruction():
   row = {'system': 'S', 'history': [['2+2?', '4'], ['so', 'yes']], 'instruction': 'And', 'input': '3+3?', 'output': '6'}
-  said = [('system', 'S'), ('user', '2+2?'), ('assistant', '4'), ('user', 'so'), ('assistant', 'yes')]
+  earlier_turns = [('system', 'S'), ('user', '2+2?'), ('assistant', '4'), ('user', 'so'), ('assistant', 'yes')]
   (mapped,) = sources.read('x', fake_rows=[row])
   assert mapped == {
-    'prompt': [{'role': role, 'content': text} for role, text in [*said, ('user', 'And\n\n3+3?')]],
+    'prompt': [{'role': role, 'content': text} for role, text in [*earlier_turns, ('user', 'And\n\n3+3?')]],
     'completion': [{'role': 'assistant', 'content': '6'}],
   }
-  for none in [], None:
-    (mapped,) = sources.read('x', fake_rows=[row | {'history': none}])
+  for empty in [], None:
+    (mapped,) = sources.read('x', fake_rows=[row | {'history': empty}])
     assert [m['role'] for m in mapped['prompt']] == ['system', 'user'] and 'history' not in mapped
-  for bad in 'a', [['a']], [['a', 'b', 'c']], ['ab'], [['a', 1]]:
+  for bad_history in 'a', [['a']], [['a', 'b', 'c']], ['ab'], [['a', 1]]:
     with pytest.raises(InputError, match=r'x\[0\]: history: must be a list of pairs of texts, \[question, answer\]'):
-      sources.read('x', fake_rows=[row | {'history': bad}])[0]
+      sources.read('x', fake_rows=[row | {'history': bad_history}])[0]
 
 
-def test_sharegpt_and_alpaca_rows():
+def test_sharegpt_and_alpaca_rows_are_converted_to_messages():
   rows = sources.read(
     'x',
     fake_rows=[
@@ -367,18 +367,18 @@ def test_sharegpt_and_alpaca_rows():
   }
 
 
-def test_load_callable(tmp_path):
+def test_load_callable_loads_functions_and_reports_bad_names(tmp_path):
   path = write(tmp_path / 'mine.py', 'def f(): return 3\nx = 5\n')
   assert imports.load_callable(f'{path}:f', 'reward')() == 3
   assert imports.load_callable('json:dumps', 'reward') is json.dumps
   assert imports.load_callable(len, 'reward') is len
   write(tmp_path / 'mine.py', 'def f(): return 33\nx = 5\n')
-  assert imports.load_callable(f'{path}:f', 'reward')() == 3  # a run keeps what it began with
+  assert imports.load_callable(f'{path}:f', 'reward')() == 3  # a run keeps the code that it began with
   imports.forget_edited_files()
-  again = imports.load_callable(f'{path}:f', 'reward')
-  assert again() == 33
+  reloaded = imports.load_callable(f'{path}:f', 'reward')
+  assert reloaded() == 33
   imports.forget_edited_files()
-  assert imports.load_callable(f'{path}:f', 'reward') is again
+  assert imports.load_callable(f'{path}:f', 'reward') is reloaded
   broken = write(tmp_path / 'broken.py', 'def f(:\n')
   lacking = write(tmp_path / 'lacking.py', 'import not_there_at_all\n')
   sibling = write(tmp_path / 'sibling.py', 'import mine.part\n')

@@ -1,4 +1,4 @@
-"""Tokenizers load, stop where they should, and export what others load."""
+"""Loading, saving and exporting tokenizers: stop ids, chat templates, bad folders, and code that must not run."""
 
 import io
 import json
@@ -37,20 +37,20 @@ def test_bytes_tokenizer_round_trips_and_exports(tmp_path):
     ('tokenizers/qwen3', 151645, (151645,), 151669),
   ],
 )
-def test_shared_tokenizers_load_and_save(shared_data, tmp_path, name, eos, stop_ids, size):
+def test_published_tokenizers_load_save_and_batch_encode(shared_data, tmp_path, name, eos, stop_ids, size):
   tokenizer = tokenizer_lib.load(shared_data(name))
   assert (tokenizer.eos_id, tokenizer.stop_ids, tokenizer.vocab_size) == (eos, stop_ids, size)
   tokenizer.save(tmp_path)
-  again = tokenizer_lib.load(tmp_path)
+  reloaded = tokenizer_lib.load(tmp_path)
   text = 'One day, a girl.\n  12'
-  assert again.encode(text) == tokenizer.encode(text)
+  assert reloaded.encode(text) == tokenizer.encode(text)
   texts = [text, '', 'Zwölf 日本<|im_end|>']
   one_by_one = [tokenizer.hf.backend_tokenizer.encode(x, add_special_tokens=False).ids for x in texts]
   assert tokenizer.encode_all(texts) == one_by_one
-  assert again.chat_template == tokenizer.chat_template
+  assert reloaded.chat_template == tokenizer.chat_template
 
 
-def test_stop_ids_come_from_the_generation_config_too(tmp_path):
+def test_stop_ids_include_those_of_the_generation_config(tmp_path):
   tokenizer_lib.load('bytes').save(tmp_path)
   path = tmp_path / 'generation_config.json'
   path.write_text('{"eos_token_id": [256, 258]}')
@@ -58,7 +58,7 @@ def test_stop_ids_come_from_the_generation_config_too(tmp_path):
 
 
 @pytest.mark.parametrize('last, stops', [('<|return|>', False), ('<|end|>', True)])
-def test_what_ends_each_message_of_an_answer_is_no_stop(tmp_path, last, stops):
+def test_token_that_ends_each_message_is_a_stop_only_if_it_ends_the_answer(tmp_path, last, stops):
   """gpt-oss ends its reasoning with <|end|> and its answer with <|return|>; Phi ends its answer with <|end|>."""
   tokenizer = tokenizer_lib.load('bytes')
   tokenizer.hf.add_tokens(['<|end|>', '<|return|>'], special_tokens=True)
@@ -68,8 +68,8 @@ def test_what_ends_each_message_of_an_answer_is_no_stop(tmp_path, last, stops):
   assert (loaded.encode('<|end|>')[0] in loaded.stop_ids) == stops
 
 
-PLAIN = "{% for m in messages %}{{ m.role + ':' + m.content + '<|im_end|>' }}{% endfor %}"
-MARKED = (
+DEFAULT_TEMPLATE = "{% for m in messages %}{{ m.role + ':' + m.content + '<|im_end|>' }}{% endfor %}"
+TOOL_TEMPLATE = (
   "{{ (tools | tojson if effort else tools[0].name) + ';' }}{% for m in messages %}{{ m.role + ':' }}"
   "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
   "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
@@ -77,12 +77,12 @@ MARKED = (
 
 
 @pytest.mark.parametrize('folder', [False, True])
-def test_rows_with_tools_are_rendered_by_the_template_for_them(tmp_path, folder):
-  """As transformers does, for a list of templates in tokenizer_config.json and for a folder of them."""
+def test_rows_with_tools_use_the_tool_use_template(tmp_path, folder):
+  """As in transformers, for a list of templates in tokenizer_config.json and for a folder of template files."""
   import transformers
 
   source = tokenizer_lib.load('bytes')
-  source.hf.chat_template = {'default': PLAIN, 'tool_use': MARKED, 'rag': 'R'}
+  source.hf.chat_template = {'default': DEFAULT_TEMPLATE, 'tool_use': TOOL_TEMPLATE, 'rag': 'R'}
   source.hf.save_pretrained(tmp_path / 'source', save_jinja_files=folder)
   row = {'tools': [{'name': 'look'}]}
   chat = [{'role': 'user', 'content': 'Q'}, {'role': 'assistant', 'content': 'A'}]
@@ -90,21 +90,21 @@ def test_rows_with_tools_are_rendered_by_the_template_for_them(tmp_path, folder)
   tokenizer.save(tmp_path / 'export')
   theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'export')
   assert theirs.chat_template == source.hf.chat_template
-  for read in tokenizer, tokenizer_lib.load(tmp_path / 'export'):
-    assert read.template_kwargs == {'effort': ''} and read.stop_ids == (258,)
-    for given, want in ({}, ''), (row, 'look;'):
-      text, spans = read.render_chat(chat, row=given)
-      assert text == f'{want}user:Q<|im_end|>assistant:A<|im_end|>'
-      assert text == theirs.apply_chat_template(chat, tools=given.get('tools'), tokenize=False)
-      assert spans == ([(len(text) - 11, len(text))] if given else None)
-  other = tokenizer_lib.load(tmp_path / 'source', 'chatml')  # replaces all of them
+  for loaded in tokenizer, tokenizer_lib.load(tmp_path / 'export'):
+    assert loaded.template_kwargs == {'effort': ''} and loaded.stop_ids == (258,)
+    for columns, beginning in ({}, ''), (row, 'look;'):
+      text, spans = loaded.render_chat(chat, row=columns)
+      assert text == f'{beginning}user:Q<|im_end|>assistant:A<|im_end|>'
+      assert text == theirs.apply_chat_template(chat, tools=columns.get('tools'), tokenize=False)
+      assert spans == ([(len(text) - 11, len(text))] if columns else None)
+  with_chatml = tokenizer_lib.load(tmp_path / 'source', 'chatml')  # chatml replaces all templates of the folder
   with pytest.raises(InputError, match='the template chatml shows no tools'):
-    other.render_chat(chat, row=row)
-  other.save(tmp_path / 'other')
+    with_chatml.render_chat(chat, row=row)
+  with_chatml.save(tmp_path / 'other')
   assert tokenizer_lib.load(tmp_path / 'other').render_chat(chat)[0].startswith('<|im_start|>user')
 
 
-def test_bad_tokenizers_are_named(tmp_path):
+def test_bad_tokenizer_folders_are_refused_with_their_path(tmp_path):
   (tmp_path / 'config.json').write_text('{}')
   with pytest.raises(InputError, match='no tokenizer here.*has config.json'):
     tokenizer_lib.load(tmp_path)
@@ -115,7 +115,7 @@ def test_bad_tokenizers_are_named(tmp_path):
   with pytest.raises(InputError, match='has no "model"'):
     tokenizer_lib.load(tmp_path)
   (tmp_path / 'tokenizer.json').write_text('{"model": null}')
-  with pytest.raises(InputError, match='unreadable tokenizer'):  # the library raises Exception itself
+  with pytest.raises(InputError, match='unreadable tokenizer'):  # tokenizers raises a bare Exception here
     tokenizer_lib.load(tmp_path)
   for path in ('no_such_folder', str(tmp_path / 'config.json')):
     with pytest.raises(InputError, match='folder'):
@@ -124,10 +124,10 @@ def test_bad_tokenizers_are_named(tmp_path):
 
 @pytest.mark.parametrize('of', ['tokenizer', 'tokenizer_and_config', 'config'])
 def test_code_in_a_folder_is_never_run(tmp_path, monkeypatch, of):
-  folder, mark = tmp_path / 'model', tmp_path / 'mark'
+  folder, mark_of_execution = tmp_path / 'model', tmp_path / 'mark'
   folder.mkdir()
   (folder / 'planted.py').write_text(
-    f'open({str(mark)!r}, "w").close()\nimport transformers\n'
+    f'open({str(mark_of_execution)!r}, "w").close()\nimport transformers\n'
     'class Tok(transformers.PreTrainedTokenizerFast): pass\n'
     'class Cfg(transformers.PretrainedConfig):\n  model_type = "planted"\n'
   )
@@ -146,4 +146,4 @@ def test_code_in_a_folder_is_never_run(tmp_path, monkeypatch, of):
   with pytest.raises(InputError) as caught:
     prepare.source_of_model(schema.ModelSection(path=str(folder)))
   assert '\n' not in str(caught.value)
-  assert not mark.exists()
+  assert not mark_of_execution.exists()

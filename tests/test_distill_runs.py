@@ -1,4 +1,4 @@
-"""Runs that distil: teachers, their cache, samples of the student, stages."""
+"""Distillation runs (distill, gkd, opd): teachers, the cache of their logits, stages, meshes, bad input, learning."""
 
 import json
 import logging
@@ -81,57 +81,57 @@ def first_loss(config) -> float:
 
 
 @pytest.mark.parametrize('over', [{}, dict(distill=dict(top_k=9)), dict(**GKD, distill=dict(on_policy=0.5), seed=1)])
-def test_a_run_compiles_nothing_late(small, big, tmp_path, over, caplog):
+def test_run_compiles_all_programs_before_its_first_step(small, big, tmp_path, over, caplog):
   with caplog.at_level(logging.WARNING):
     rows = run(settings(small, big, **tiny.merged(over, dict(train=dict(steps=4)))), tmp_path)
   assert 'compiled' not in caplog.text
   assert all(row['divergence'] > 0 for row in rows)
-  if 'algorithm' in over:  # both kinds of steps
+  if 'algorithm' in over:  # gkd: steps on samples of the student and steps on completions of the data
     assert {row['on_policy'] for row in rows} == {0.0, 1.0}
     assert not any('reward' in row for row in rows)
   else:
-    start, end = rows_of(tmp_path, 'eval')
-    assert start['loss'] == pytest.approx(start['divergence'])
-    assert end['divergence'] < start['divergence']
-    assert start['perplexity'] == pytest.approx(math.exp(start['nll']), rel=1e-5)
+    before, after = rows_of(tmp_path, 'eval')
+    assert before['loss'] == pytest.approx(before['divergence'])
+    assert after['divergence'] < before['divergence']
+    assert before['perplexity'] == pytest.approx(math.exp(before['nll']), rel=1e-5)
 
 
-def test_a_teacher_that_grades_tokens_needs_no_reward(small, big, tmp_path):
-  """On-policy distillation alone, one completion a prompt: the divergence from the teacher falls."""
+def test_opd_lowers_the_divergence_without_a_reward(small, big, tmp_path):
+  """The run is on-policy distillation alone, with one completion per prompt."""
   opd = dict(GKD, algorithm='opd', rl=dict(reference=big), distill=dict(teachers=()), optim=dict(lr=3e-3))
   opd |= dict(train=dict(steps=12, row_length=0), rollout=dict(prompts=16, group_size=1, max_new_tokens=8))
   rows = run(settings(small, big, **opd), tmp_path / 'a')
   divergence = [row['kl'] for row in rows]
   assert np.mean(divergence[-3:]) < 0.8 * np.mean(divergence[:3])
   assert not any('reward' in row for row in rows)
-  # Its own weights as teacher: no divergence, so no advantage and no gradient.
-  same = settings(small, big, **tiny.merged(opd, dict(rl=dict(reference=small), train=dict(steps=1))))
-  (row,) = run(same, tmp_path / 'b')
+  # With the student's own weights as the teacher there is no divergence, so no advantage and no gradient.
+  self_teaching = settings(small, big, **tiny.merged(opd, dict(rl=dict(reference=small), train=dict(steps=1))))
+  (row,) = run(self_teaching, tmp_path / 'b')
   assert row['kl'] == pytest.approx(0, abs=1e-5) and row['grad_norm'] < 1e-4
 
 
 @pytest.mark.parametrize('beta, over', [(1.0, {}), (0.5, GKD), (0.0, dict(distill=dict(top_k=16)))])
-def test_a_student_that_is_its_teacher_learns_nothing(small, tmp_path, over, beta):
+def test_student_equal_to_its_teacher_has_no_divergence_or_gradient(small, tmp_path, over, beta):
   rows = run(settings(small, small, **tiny.merged(over, dict(distill=dict(beta=beta), train=dict(steps=1)))), tmp_path)
   assert rows[0]['divergence'] == pytest.approx(0, abs=1e-6)
   assert rows[0]['grad_norm'] < 1e-4
 
 
 @pytest.mark.core
-def test_the_first_step_is_checked(small, big):
+def test_first_step_check_needs_a_student_equal_to_its_teacher(small, big):
   same = config_lib.parse(settings(small, small))['distill']
   distill.check_first_step({'divergence': 1e-7}, same)
   with pytest.raises(AssertionError, match='divergence is 0.1'):
     distill.check_first_step({'divergence': 0.1}, same)
-  for other in (dict(distill=dict(teachers=(big,))), dict(init_from=big), dict(distill=dict(teachers=(small, big)))):
-    distill.check_first_step({'divergence': 0.1}, config_lib.parse(settings(small, small, **other))['distill'])
-  for other in (dict(model=dict(path=small, quantize='nf4'), lora=dict(rank=2)), dict(lora=dict(path=big))):
-    changed = tiny.merged(settings(small, small), other)  # the teacher is the model without codes or adapter
-    distill.check_first_step({'divergence': 0.1}, config_lib.parse(changed)['distill'])
+  for fields in (dict(distill=dict(teachers=(big,))), dict(init_from=big), dict(distill=dict(teachers=(small, big)))):
+    distill.check_first_step({'divergence': 0.1}, config_lib.parse(settings(small, small, **fields))['distill'])
+  for fields in (dict(model=dict(path=small, quantize='nf4'), lora=dict(rank=2)), dict(lora=dict(path=big))):
+    config = tiny.merged(settings(small, small), fields)  # the teacher is the plain model, without codes or adapter
+    distill.check_first_step({'divergence': 0.1}, config_lib.parse(config)['distill'])
 
 
-def test_completions_of_the_data_are_those_of_distill(small, big):
-  """gkd with on_policy = 0 is distill, on the same rows."""
+def test_gkd_with_on_policy_0_equals_distill(small, big):
+  """Both train on the same rows."""
   over = dict(
     data=dict(path=f'{TASK},split=train,size=4', packing=False), distill=dict(nll_coef=0.5), train=dict(batch_size=4)
   )
@@ -140,7 +140,7 @@ def test_completions_of_the_data_are_those_of_distill(small, big):
   assert first_loss(ours) == pytest.approx(first_loss(settings(small, big, **over)), rel=1e-6)
 
 
-def test_shares_of_steps_are_those_of_the_seed():
+def test_share_of_on_policy_steps_is_drawn_from_the_seed():
   from jaxpost.rl.demonstrations import DemonstrationSampler
 
   steps = [[DemonstrationSampler(None, None, 0.3, seed, 4).from_data(n) for n in range(2000)] for seed in (0, 0, 1)]
@@ -148,21 +148,23 @@ def test_shares_of_steps_are_those_of_the_seed():
   assert np.mean(steps[0]) == pytest.approx(0.3, abs=0.03)
 
 
-def test_answers_of_the_data_have_no_staleness():
-  """No weights have sampled them; their age was the number of the step."""
+def test_completions_from_data_report_no_staleness():
+  """No weights sampled these completions. Their staleness was once reported as the number of the step."""
   over = dict(algorithm='gkd', distill=dict(teachers=('x',), on_policy=0.5), rollout=dict(staleness=1))
   config = config_lib.resolve(next(iter(config_lib.parse(over).values())), distill.GKD.defaults)
-  plain = np.zeros((2, 3), np.float32)
+  no_logprobs = np.zeros((2, 3), np.float32)
   prompts = tuple(Prompt(i, np.ones(1, np.int32), '', {}) for i in range(2))
   lengths, finished = np.full(2, 3, np.int32), np.ones(2, bool)
-  made = Rollout(prompts, plain.astype(np.int32), lengths, plain, plain, finished, step=50, version=49)
-  for from_data, age in ((False, {'staleness/mean': 1, 'staleness/max': 1}), (True, {})):
-    given = Experience(made.replace(from_data=from_data), np.zeros(2), plain + 1, {}, step=50)
-    found = reward_metrics.step_metrics(given, RowShape(2, 4), config)
-    assert {name: value for name, value in found.items() if name.startswith('staleness/')} == age
+  rollout = Rollout(
+    prompts, no_logprobs.astype(np.int32), lengths, no_logprobs, no_logprobs, finished, step=50, version=49
+  )
+  for from_data, expected in ((False, {'staleness/mean': 1, 'staleness/max': 1}), (True, {})):
+    experience = Experience(rollout.replace(from_data=from_data), np.zeros(2), no_logprobs + 1, {}, step=50)
+    step_metrics = reward_metrics.step_metrics(experience, RowShape(2, 4), config)
+    assert {name: value for name, value in step_metrics.items() if name.startswith('staleness/')} == expected
 
 
-def test_an_answer_that_is_not_trained_is_refused():
+def test_answer_without_trained_tokens_is_refused():
   from jaxpost.data import tokenizer
   from jaxpost.rl import demonstrations
 
@@ -180,19 +182,19 @@ def plain_loss(small, big):
 @pytest.mark.parametrize(
   'fields, same', [(dict(top_k=2), False), (dict(top_k=259), True), (dict(teachers=('big', 'small')), False)]
 )
-def test_what_is_read_of_teachers_changes_the_loss(small, big, plain_loss, fields, same):
-  """But for a cache of all tokens, which is the whole distribution."""
+def test_top_k_and_a_second_teacher_change_the_loss(small, big, plain_loss, fields, same):
+  """With top_k=259, of all tokens, the loss stays, as the cache holds the whole distribution."""
   if 'teachers' in fields:
     fields = dict(teachers=(big, small))
   loss = first_loss(settings(small, big, distill=fields))
   assert (loss == pytest.approx(plain_loss, rel=1e-5)) == same
 
 
-def test_a_cache_leaves_out_tokens_that_the_teacher_lacks(small, big, tmp_path):
-  """The divergence of whole distributions leaves them out, too: the student's padding counts in neither."""
+def test_cached_and_full_divergence_ignore_tokens_that_the_teacher_lacks(small, big, tmp_path):
+  """The student's vocabulary is padded to 320; the padding counts in neither divergence."""
   student = tiny.folder(tmp_path / 'student', vocab_size=320)
-  whole, cached = (first_loss(settings(student, big, distill=dict(top_k=k))) for k in (0, 259))
-  assert cached == pytest.approx(whole, rel=1e-5)
+  full, cached = (first_loss(settings(student, big, distill=dict(top_k=k))) for k in (0, 259))
+  assert cached == pytest.approx(full, rel=1e-5)
 
 
 @pytest.mark.parametrize('over', [dict(distill=dict(top_k=9)), dict(**GKD, seed=1, distill=dict(on_policy=0.5))])
@@ -200,14 +202,14 @@ def test_resume_is_bitwise(small, big, tmp_path, over):
   def config(steps):
     return settings(small, big, **tiny.merged(over, dict(train=dict(steps=steps))))
 
-  whole = run(config(4), tmp_path / 'whole')
+  uninterrupted = run(config(4), tmp_path / 'whole')
   run(config(2), tmp_path / 'parts')
-  parts = run(config(4), tmp_path / 'parts')
+  resumed = run(config(4), tmp_path / 'parts')
 
-  def clock(row):
+  def without_timing(row):
     return {k: v for k, v in row.items() if not (k.startswith(('time/', 'memory/')) or k.endswith('_per_s'))}
 
-  assert [clock(r) for r in whole] == [clock(r) for r in parts]
+  assert [without_timing(r) for r in uninterrupted] == [without_timing(r) for r in resumed]
   ends = []
   for name in ('whole', 'parts'):
     source = weight_sources.find(str(tmp_path / name), 'end', {})
@@ -219,34 +221,34 @@ def test_resume_is_bitwise(small, big, tmp_path, over):
 
 
 def count_teachers(monkeypatch):
-  """A list that grows with each teacher that is put on the devices."""
-  made, make = [], frozen_roles.make_frozen
+  """Returns a list to which the name of each teacher is appended when it is put on the devices."""
+  loaded, make_frozen = [], frozen_roles.make_frozen
 
-  def counted(kit, name, *args):
-    made.append(name)
-    return make(kit, name, *args)
+  def make_and_record(kit, name, *args):
+    loaded.append(name)
+    return make_frozen(kit, name, *args)
 
-  monkeypatch.setattr(frozen_roles, 'make_frozen', counted)
-  return made
+  monkeypatch.setattr(frozen_roles, 'make_frozen', make_and_record)
+  return loaded
 
 
-def test_the_cache_is_used_again(small, big, tmp_path, monkeypatch):
-  made = count_teachers(monkeypatch)
+def test_second_run_reuses_the_cache_of_teacher_logits(small, big, tmp_path, monkeypatch):
+  loaded_teachers = count_teachers(monkeypatch)
   config = settings(small, big, distill=dict(top_k=5))
   first = run(config, tmp_path)
-  assert made == ['teacher_0']  # once for training and evaluation
+  assert loaded_teachers == ['teacher_0']  # once for training and evaluation
   files = sorted((tmp_path / 'cache').rglob('*.npy'))
   assert len(files) == 6
   for name in ('checkpoints', 'metrics.jsonl'):
     (tmp_path / name).rename(tmp_path / f'old_{name}')
   config['optim']['lr'] = 1e-3  # another run in the same folder
-  again = run(config, tmp_path)
-  assert made == ['teacher_0'] and first[0]['loss'] == again[0]['loss']
+  second = run(config, tmp_path)
+  assert loaded_teachers == ['teacher_0'] and first[0]['loss'] == second[0]['loss']
 
 
 @pytest.fixture(scope='module')
 def paths(big, small):
-  """(config) -> where training and evaluation would keep their arrays."""
+  """Returns find(config, workdir) -> the paths at which training and evaluation would cache their arrays."""
 
   def find(config, workdir):
     seen = []
@@ -278,7 +280,7 @@ def paths(big, small):
     'data',
   ],
 )
-def test_the_cache_knows_what_it_is_of(small, tmp_path, paths, over):
+def test_cache_path_changes_with_teacher_data_and_settings(small, tmp_path, paths, over):
   shape = dict(hidden_size=32, num_layers=2)
   config = settings(small, tiny.folder(tmp_path / 'teacher', **shape), distill=dict(top_k=5))
   before = paths(config, tmp_path)
@@ -295,11 +297,11 @@ def test_the_cache_knows_what_it_is_of(small, tmp_path, paths, over):
 
 
 @pytest.mark.parametrize('harm', ['none', 'truncated', 'unfinished'])
-def test_arrays_on_disk_are_whole_or_made_again(tmp_path, harm):
-  made = []
+def test_damaged_array_cache_is_made_again(tmp_path, harm):
+  calls = []
 
   def make():
-    made.append(1)
+    calls.append(1)
     return {'ids': np.arange(12).reshape(4, 3), 'p': np.ones(4, np.float32)}
 
   array_cache.load_or_make(tmp_path / 'x', make)
@@ -308,17 +310,18 @@ def test_arrays_on_disk_are_whole_or_made_again(tmp_path, harm):
     file.write_bytes(file.read_bytes()[:-4])
   elif harm == 'unfinished':
     (tmp_path / 'x' / 'index.json').unlink()
-  found = array_cache.load_or_make(tmp_path / 'x', make)
-  assert len(made) == 1 + (harm != 'none')
-  jax.tree.map(np.testing.assert_array_equal, dict(found), make())
-  assert sorted(f.name for f in (tmp_path / 'x').iterdir()) == ['ids.npy', 'index.json', 'p.npy']  # no drafts stay
+  loaded = array_cache.load_or_make(tmp_path / 'x', make)
+  assert len(calls) == 1 + (harm != 'none')
+  jax.tree.map(np.testing.assert_array_equal, dict(loaded), make())
+  names = sorted(f.name for f in (tmp_path / 'x').iterdir())
+  assert names == ['ids.npy', 'index.json', 'p.npy']  # no temporary files are left
 
 
 # ------------------------------------------------------------------- stages
 
 
-def test_a_student_teaches_the_next_stage(small, big, tmp_path):
-  """Stage two starts from the weights of its teacher: nothing to learn."""
+def test_earlier_stage_can_be_the_teacher_of_a_later_stage(small, big, tmp_path):
+  """Stage two starts from the weights of its teacher, so its divergence is 0; stage three starts elsewhere."""
   config = settings(small, big, stages=('one', 'two', 'three'))
   config['eval']['data']['path'] = ''
   config |= dict(
@@ -353,7 +356,7 @@ def test_a_student_teaches_the_next_stage(small, big, tmp_path):
     (tiny.merged(GKD, dict(eval=dict(samples=1, data=dict(path=TASK)))), 'config.reward: is empty'),
   ],
 )
-def test_bad_input(small, big, over, message):
+def test_bad_distill_config_is_refused(small, big, over, message):
   with pytest.raises(InputError, match=message) as error:
     prepare.prepare_all(settings(small, big, **over))
   assert '\n' not in str(error.value)
@@ -363,28 +366,28 @@ def test_bad_input(small, big, over, message):
   'fields, message',
   [(dict(vocab_size=200), 'vocabulary of 200, less than the 259 tokens'), (dict(num_labels=1), 'is a reward model')],
 )
-def test_teachers_that_cannot_teach(small, tmp_path, fields, message):
+def test_unsuitable_teachers_are_refused(small, tmp_path, fields, message):
   wrong = tiny.folder(tmp_path / 'wrong', **fields)
   with pytest.raises(InputError, match=message):
     prepare.prepare_all(settings(small, wrong))
 
 
-def test_another_tokenizer_is_refused(small, big, tmp_path):
+def test_teacher_with_another_tokenizer_is_refused(small, big, tmp_path):
   from jaxpost.data import tokenizer
 
   path = pathlib.Path(tiny.folder(tmp_path / 'other'))
   tokenizer.load('bytes').save(path)
-  prepare.prepare_all(settings(small, str(path)))  # the same one
+  prepare.prepare_all(settings(small, str(path)))  # a copy of the same tokenizer is accepted
   file = path / 'tokenizer.json'
-  found = json.loads(file.read_text())
-  vocab = found['model']['vocab']
+  raw = json.loads(file.read_text())
+  vocab = raw['model']['vocab']
   vocab['1'], vocab['2'] = vocab['2'], vocab['1']
-  file.write_text(json.dumps(found))
+  file.write_text(json.dumps(raw))
   with pytest.raises(InputError, match='another tokenizer than bytes'):
     prepare.prepare_all(settings(small, str(path)))
 
 
-def test_rows_without_a_completion_are_named(small, big, tmp_path):
+def test_rows_without_completion_are_refused_if_gkd_trains_on_data(small, big, tmp_path):
   file = tmp_path / 'prompts.jsonl'
   file.write_text('{"prompt": "1+1="}\n{"prompt": "1+2="}\n')
   over = tiny.merged(GKD, dict(data=dict(path=str(file))))
@@ -394,8 +397,8 @@ def test_rows_without_a_completion_are_named(small, big, tmp_path):
 
 
 @pytest.mark.parametrize('vocab', [270, 400])
-def test_vocabularies_may_differ(small, tmp_path, vocab):
-  """The smaller vocabulary counts, of the student or the teacher, padded or not."""
+def test_student_and_teacher_may_have_vocabularies_of_different_size(small, tmp_path, vocab):
+  """The smaller vocabulary counts, whether it is the one of the student or of the teacher, padded or not."""
   other = tiny.folder(tmp_path / 'other', hidden_size=32, vocab_size=vocab)
   wider, narrower = (first_loss(settings(*pair)) for pair in ((small, other), (other, small)))
   assert 0 < wider < 1 and 0 < narrower < 1
@@ -407,34 +410,38 @@ MESHES = {'one': ('data=1', ''), 'both': ('fsdp=4,tensor=2', 'data=2,tensor=4'),
 KINDS = {'whole': {}, 'topk': dict(distill=dict(top_k=6))}
 
 
-def test_layouts_of_teachers_give_what_one_device_gives(tmp_path):
+def test_meshes_of_student_and_teacher_match_one_device(tmp_path):
   done = children.run(__file__, str(tmp_path), devices=8, timeout=500)
-  found = measure(tmp_path / 'one', ['one']) | json.loads(done.stdout.splitlines()[-1])
-  assert len(found) == len(KINDS) * len(MESHES)
+  figures = measure(tmp_path / 'one', ['one']) | json.loads(done.stdout.splitlines()[-1])
+  assert len(figures) == len(KINDS) * len(MESHES)
   for kind in KINDS:
     for name in MESHES:
-      assert found[f'{kind} {name}'] == pytest.approx(found[f'{kind} one'], rel=2e-5), (kind, name)
-  assert found['whole one'] != found['topk one']
+      assert figures[f'{kind} {name}'] == pytest.approx(figures[f'{kind} one'], rel=2e-5), (kind, name)
+  assert figures['whole one'] != figures['topk one']
 
 
 def measure(folder, names) -> dict:
-  """{'kind mesh': [loss, norm of the gradient]} of the first step."""
+  """Returns {'kind mesh': [loss, norm of the gradient]} of the first step."""
   shape = dict(num_heads=4, num_kv_heads=4)
   small, big = (
     tiny.folder(folder / 'small', **shape),
     tiny.folder(folder / 'big', hidden_size=32, num_layers=2, **shape),
   )
-  found = {}
+  figures = {}
   for kind, over in KINDS.items():
     for name in names:
-      on, reading = MESHES[name]
+      train_mesh, score_mesh = MESHES[name]
       policy, stream = jaxpost.policy_and_stream(
-        settings(small, big, **(tiny.merged(over, dict(mesh=dict(train=on, score=reading), train=dict(batch_size=4)))))
+        settings(
+          small,
+          big,
+          **(tiny.merged(over, dict(mesh=dict(train=train_mesh, score=score_mesh), train=dict(batch_size=4)))),
+        )
       )
-      got = policy.update(next(stream).updates[0][1])
-      found[f'{kind} {name}'] = [float(got['loss']), float(got['grad_norm'])]
+      step_metrics = policy.update(next(stream).updates[0][1])
+      figures[f'{kind} {name}'] = [float(step_metrics['loss']), float(step_metrics['grad_norm'])]
       stream.close()
-  return found
+  return figures
 
 
 # --------------------------------------------------------------- learning
@@ -444,7 +451,7 @@ EASY = 'generated:arithmetic:max=9,ops=+,correct=1'
 
 @pytest.fixture(scope='module')
 def teacher(tmp_path_factory):
-  """A run that learnt sums of one digit."""
+  """The folder of a run that learned sums of single digits."""
   folder = tmp_path_factory.mktemp('teacher')
   start = tiny.folder(
     folder / 'start',
@@ -483,15 +490,15 @@ def pupil(tmp_path_factory):
 
 
 @pytest.mark.parametrize('fields', [dict(beta=0.0), dict(beta=0.5), dict(beta=1.0), dict(beta=0.0, top_k=8)])
-def test_students_come_nearer_to_their_teacher(teacher, pupil, tmp_path, fields):
-  """On sums that neither has seen, by the divergence that was trained."""
+def test_distill_halves_the_divergence_on_held_out_rows(teacher, pupil, tmp_path, fields):
+  """The divergence is the one that is trained; neither teacher nor student has seen the sums."""
   run(lesson(pupil, algorithm='distill', distill=dict(teachers=(teacher,), **fields)), tmp_path)
   before, after = (r['divergence'] for r in rows_of(tmp_path, 'eval'))
   print(f'distill {fields}: {before:.4f} -> {after:.4f}')
   assert after < 0.5 * before
 
 
-def test_what_students_write_brings_them_nearer(teacher, pupil, tmp_path):
+def test_gkd_halves_the_divergence_on_held_out_rows(teacher, pupil, tmp_path):
   def divergence(name, **over):
     run(
       lesson(

@@ -1,4 +1,4 @@
-"""Whole runs in an environment: GRPO, PPO, replay, several processes.
+"""Whole runs in an environment with tools: GRPO, PPO, resume, replay of rollouts, evaluation, two processes.
 
 Legend: N sequences, C completion tokens.
 """
@@ -37,7 +37,7 @@ def answered(completions, **_):
 
 @pytest.fixture(scope='module', autouse=True)
 def calls():
-  """A random model's turns are taken for calls."""
+  """Parses a random model's turns as tool calls."""
   old, turns.parse = turns.parse, episodes.parse
   yield
   turns.parse = old
@@ -69,8 +69,8 @@ def rows(run):
 
 
 @pytest.mark.core
-def test_the_sampler_is_the_policy(run):
-  """Log-probs of the first step, of turns after tools, are the trainer's."""
+def test_sampler_logprobs_of_episodes_match_the_trainer(run):
+  """They agree in the first step, for tokens of turns after tool results, too."""
   first = rows(run)[0]
   assert first['ratio'] == pytest.approx(1, abs=1e-5)
   assert first['sampler_mismatch'] == pytest.approx(1, abs=1e-5)
@@ -78,7 +78,7 @@ def test_the_sampler_is_the_policy(run):
   assert first['tools/failure_frequency'] > 0
   assert first['episodes/failed'] == first['masked_samples'] == 0
   assert first['reward'] == first['rewards/environment/mean'] > 0
-  assert first['pass_rate/none'] > 0  # nothing but the environment decides what is right
+  assert first['pass_rate/none'] > 0  # the environment alone decides which completions are correct
 
 
 def test_only_the_tokens_of_the_policy_are_trained(run):
@@ -94,13 +94,13 @@ def test_only_the_tokens_of_the_policy_are_trained(run):
     assert tools.any(axis=1).sum() > 4
     for n in np.flatnonzero(tools.any(axis=1)):
       text = decode(rollout.completions[n][tools[n]])
-      # Split where the model wrote: each is what the template puts there.
+      # The untrained text between turns of the model; each part is text that the template inserts.
       parts = text.split('\ntool\n')[1:]
       assert parts and all(p.endswith('\nassistant\n') for p in parts)
       assert not arrays['credit/advantages'][n][tools[n]].any()
 
 
-def test_the_observation_is_in_the_prompt(run):
+def test_observation_of_reset_is_appended_to_the_prompt(run):
   rollout, _ = rollout_files.load(run / 'rollouts/grpo/1.npz')
   for prompt in rollout.prompts:
     text = bytes(int(i) for i in prompt.tokens if i < 256).decode()
@@ -108,32 +108,32 @@ def test_the_observation_is_in_the_prompt(run):
     assert text.endswith(f'= [{answer}]\nassistant\n' if int(answer) % 2 else '=\nassistant\n')
 
 
-def test_it_repeats_to_the_bit_and_resumes(folder, run):
-  again = folder / 'again'
-  jaxpost.run(config(folder, train=dict(steps=2)), again)
-  jaxpost.run(config(folder, train=dict(steps=3)), again)
-  assert metrics.comparable_rows(again / 'metrics.jsonl') == [
+def test_resumed_episode_run_is_bitwise_identical(folder, run):
+  resumed = folder / 'again'
+  jaxpost.run(config(folder, train=dict(steps=2)), resumed)
+  jaxpost.run(config(folder, train=dict(steps=3)), resumed)
+  assert metrics.comparable_rows(resumed / 'metrics.jsonl') == [
     {k: v for k, v in row.items()} for row in metrics.comparable_rows(run / 'metrics.jsonl')
   ]
 
 
-def test_an_episode_is_replayed(run):
-  found = reproduce.reproduce(run, 3, 5)
-  assert found['identical'] is True
-  assert 0 < sum(found['trained']) < len(found['trained'])
-  assert found['components'] == {'environment': found['reward']}
+def test_reproduce_replays_an_episode(run):
+  result = reproduce.reproduce(run, 3, 5)
+  assert result['identical'] is True
+  assert 0 < sum(result['trained']) < len(result['trained'])
+  assert result['components'] == {'environment': result['reward']}
 
 
 @pytest.mark.parametrize('over', [dict(), dict(environment='')], ids=['same config', 'no environment'])
-def test_it_is_trained_on_again(folder, run, tmp_path, over):
-  again = config(folder, train_on_rollouts=str(run), **over)
-  jaxpost.run(again, tmp_path / 'replayed')
+def test_training_on_recorded_episodes_gives_the_same_updates(folder, run, tmp_path, over):
+  replay_config = config(folder, train_on_rollouts=str(run), **over)
+  jaxpost.run(replay_config, tmp_path / 'replayed')
   for a, b in zip(rows(tmp_path / 'replayed'), rows(run), strict=True):
     assert (a['loss'], a['grad_norm']) == (b['loss'], b['grad_norm'])
     assert a['pass_rate/none'] == b['pass_rate/none']
 
 
-def test_ppo_and_a_reward_function(folder):
+def test_ppo_adds_a_reward_function_to_the_environment_reward(folder):
   over = dict(
     algorithm='ppo',
     reward=f'{folder}/reward.py:answered',
@@ -151,11 +151,11 @@ def test_ppo_and_a_reward_function(folder):
   assert last['split'] == 'eval' and 0 < last['reward']
 
 
-def test_the_reward_rises(folder):
-  """A policy with shorter turns can call the tool more often."""
+def test_reward_rises_within_20_steps(folder):
+  """The policy learns shorter turns, so that more calls of the tool fit into an episode."""
   model = episodes.folder(folder / 'wordy', length=2.5)
-  made = episodes.config(model, folder / 'env.py', train=dict(steps=20), rollout=dict(prompts=8, slots=16))
-  jaxpost.run(made, folder / 'rises')
+  run_config = episodes.config(model, folder / 'env.py', train=dict(steps=20), rollout=dict(prompts=8, slots=16))
+  jaxpost.run(run_config, folder / 'rises')
   rewards = [r['reward'] for r in rows(folder / 'rises')]
   assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + 0.15, rewards
 
@@ -169,7 +169,7 @@ def test_the_reward_rises(folder):
     (dict(tools=dict(max_turns=0)), 'config.tools.max_turns'),
   ],
 )
-def test_what_cannot_be_played_is_refused(folder, tmp_path, monkeypatch, over, words):
+def test_bad_environment_config_is_refused(folder, tmp_path, monkeypatch, over, words):
   monkeypatch.chdir(tmp_path)
   (tmp_path / 'text.jsonl').write_text('{"prompt": "a", "answer": "1"}\n')
   with pytest.raises(InputError, match=words):
@@ -178,28 +178,28 @@ def test_what_cannot_be_played_is_refused(folder, tmp_path, monkeypatch, over, w
 
 
 def test_inspect_and_evaluate_know_the_environment(folder, run):
-  made = config(
+  run_config = config(
     folder, eval=dict(samples=2, size=2, data=dict(path='generated:arithmetic:max=9,ops=+,size=4,correct=1'))
   )
-  stage = config_lib.parse(made)['grpo']
-  (prepared,) = prepare.prepare_all(made)
+  stage = config_lib.parse(run_config)['grpo']
+  (prepared,) = prepare.prepare_all(run_config)
   with contextlib.closing(prepared):
-    shown = [str(x) for x in preview_stage.show_stage(prepared, 1)]
-  assert any('tool: nth' in line for line in shown)
-  assert any(line.startswith('method: ') and 'rl.aggregate token' in line for line in shown)
-  found = inference.evaluate(inference.from_run(run), stage)
-  assert found['rows'] == 2 and found['reward'] > 0
+    lines = [str(x) for x in preview_stage.show_stage(prepared, 1)]
+  assert any('tool: nth' in line for line in lines)
+  assert any(line.startswith('method: ') and 'rl.aggregate token' in line for line in lines)
+  scores = inference.evaluate(inference.from_run(run), stage)
+  assert scores['rows'] == 2 and scores['reward'] > 0
 
 
 def main(folder, tag, rank, count, address):
-  """One of the processes of a run."""
+  """Runs one process of a run of several processes."""
   cluster.connect(address, int(count), int(rank))
   turns.parse = episodes.parse
   folder = pathlib.Path(folder)
   jaxpost.run(config(folder, tools=dict(workers=2)), folder / tag)
 
 
-def test_two_processes_play_what_one_plays(folder, run):
+def test_two_processes_sample_the_same_episodes_as_one(folder, run):
   address = free_address()
   children = [
     subprocess.Popen(
@@ -213,19 +213,19 @@ def test_two_processes_play_what_one_plays(folder, run):
     for rank in range(2)
   ]
   try:
-    said = [child.communicate(timeout=500) for child in children]
+    outputs = [child.communicate(timeout=500) for child in children]
   finally:
     for child in children:
       child.kill()
-  for child, (out, err) in zip(children, said):
+  for child, (out, err) in zip(children, outputs):
     assert child.returncode == 0, out[-2000:] + err[-4000:]
-  mine, its = (rollout_files.load(x / 'rollouts/grpo/1.npz')[0] for x in (folder / 'two', run))
-  same = (mine.completions == its.completions).all(axis=1)
-  assert same.mean() > 0.9, same
-  assert np.abs(mine.logprobs - its.logprobs)[same].max() < 1e-4
-  assert (mine.rewards['recorded'] == its.rewards['recorded'])[same].all()
-  one = json.loads((folder / 'two/samples/grpo/1.jsonl').open().readline())
-  assert one['components']['environment'] == one['reward']
+  two_processes, one_process = (rollout_files.load(x / 'rollouts/grpo/1.npz')[0] for x in (folder / 'two', run))
+  equal_rows = (two_processes.completions == one_process.completions).all(axis=1)
+  assert equal_rows.mean() > 0.9, equal_rows
+  assert np.abs(two_processes.logprobs - one_process.logprobs)[equal_rows].max() < 1e-4
+  assert (two_processes.rewards['recorded'] == one_process.rewards['recorded'])[equal_rows].all()
+  first_sample = json.loads((folder / 'two/samples/grpo/1.jsonl').open().readline())
+  assert first_sample['components']['environment'] == first_sample['reward']
 
 
 if __name__ == '__main__':

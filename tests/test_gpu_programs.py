@@ -1,6 +1,6 @@
-"""Programs of the main configs, compiled for NVIDIA GPUs that are not there.
+"""GPU compiler options and host settings, and the programs of the main configs compiled for GPUs that are not there.
 
-Of Qwen3-1.7B with two of its layers. Needs the CUDA plugin, not a GPU.
+The programs are those of Qwen3-1.7B, most with two of its layers. They need the CUDA plugin of JAX, but no GPU.
 """
 
 import fnmatch
@@ -36,13 +36,13 @@ CONFIGS = {
   'sft': ('sft_gsm8k', {}),
   'lora': ('sft_gsm8k', dict(lora=dict(rank=16))),
   'dpo': ('dpo_hh', dict(train=dict(micro_batch_size=16))),
-  # The log-probs of a reference model have a program of their own.
+  # With kl_coef, the log-probs of the reference model have a program of their own, score.
   'grpo': ('grpo_gsm8k', dict(rl=dict(kl_coef=0.04))),
   'ppo': ('ppo_gsm8k', {}),
   'shared': ('grpo_gsm8k', dict(rl=dict(kl_coef=0.04), train=dict(share_prompt=True))),
 }
-# Programs that attend over whole rows, and therefore use the kernel.
-ATTEND = {
+# Programs that attend over whole rows, and therefore use the attention kernel.
+USE_ATTENTION_KERNEL = {
   'sft': {'update'},
   'lora': {'update'},
   'dpo': {'update', 'score'},
@@ -109,24 +109,24 @@ print(json.dumps(out))
 """
 
 
-def test_what_is_asked_of_the_compiler_for_gpus(monkeypatch):
-  def on(kind):
+def test_gpu_programs_get_compiler_options_unless_xla_flags_set_them(monkeypatch):
+  def arguments_on(kind):
     return [types.SimpleNamespace(sharding=types.SimpleNamespace(device_set=[types.SimpleNamespace(platform=kind)]))]
 
-  assert options(on('cpu')) is None and options([]) is None
-  assert options(on('gpu'), {'x': 1}) == GPU_OPTIONS | {'x': 1}
-  split = on('gpu')
-  for fsdp, more in ((1, {}), (8, GATHER_OPTIONS)):
+  assert options(arguments_on('cpu')) is None and options([]) is None
+  assert options(arguments_on('gpu'), {'x': 1}) == GPU_OPTIONS | {'x': 1}
+  split = arguments_on('gpu')
+  for fsdp, fsdp_options in ((1, {}), (8, GATHER_OPTIONS)):
     split[0].sharding.mesh = types.SimpleNamespace(shape=dict(data=1, fsdp=fsdp))
-    assert options(split) == GPU_OPTIONS | more
+    assert options(split) == GPU_OPTIONS | fsdp_options
   name = 'xla_gpu_enable_latency_hiding_scheduler'
   monkeypatch.setenv('XLA_FLAGS', f'--{name}=false')
-  assert GPU_OPTIONS.keys() - options(on('gpu')) == {name}
+  assert GPU_OPTIONS.keys() - options(arguments_on('gpu')) == {name}
 
 
 @pytest.mark.parametrize('reduce_dtype, sent', [('float32', 'f32'), ('bfloat16', 'bf16')])
-def test_gradients_are_summed_over_devices_in_the_chosen_type(reduce_dtype, sent):
-  """Both where the weights are split over devices and where each has them all; the result is float32."""
+def test_gradients_are_reduced_in_the_configured_dtype(reduce_dtype, sent):
+  """The weights are split over devices, or whole on each of them; the result is float32 in both cases."""
   sizes = dict(data=2, fsdp=2, expert=1, context=1, tensor=1)
   mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * 5)
   layout = Layout(mesh, 'train', reduce_dtype)
@@ -141,20 +141,21 @@ def test_gradients_are_summed_over_devices_in_the_chosen_type(reduce_dtype, sent
   sums = [line.split('=')[0] for line in str(traced).splitlines() if 'reduce_scatter' in line or ' psum' in line]
   assert len(sums) == 2 and all(f':{sent}[' in line for line in sums), str(traced)
   whole = Layout(AbstractMesh((4, 1, 1, 1, 1), tuple(sizes), axis_types=(AxisType.Auto,) * 5), 'train', reduce_dtype)
-  kept = jax.make_jaxpr(lambda x, g: whole.sum_over_tokens(product, (x, g), 'embed', 'heads'))(x, g)
-  assert (kept.out_avals == []) == (reduce_dtype == 'float32')  # left to XLA
+  traced_whole = jax.make_jaxpr(lambda x, g: whole.sum_over_tokens(product, (x, g), 'embed', 'heads'))(x, g)
+  # Sums in float32 are left to XLA.
+  assert (traced_whole.out_avals == []) == (reduce_dtype == 'float32')
 
 
 @pytest.mark.parametrize('reduce_dtype, sent', [('float32', 'f32'), ('bfloat16', 'bf16')])
-def test_gradients_of_experts_are_summed_over_fsdp_in_the_chosen_type(reduce_dtype, sent):
-  """Gradients that the other axes do not split are summed in float32 either way, and so are those of the router."""
+def test_expert_gradients_are_scattered_over_fsdp_in_the_configured_dtype(reduce_dtype, sent):
+  """Gradients that the other axes do not split, and those of the router, are summed in float32 either way."""
   sizes = dict(data=2, fsdp=2, expert=2, context=1, tensor=1)
-  devices = jax.devices()[:1] * 8  # nothing is run
+  devices = jax.devices()[:1] * 8  # one device, repeated: the program is traced, but not run
   mesh = jax.sharding.Mesh(np.reshape(devices, tuple(sizes.values())), tuple(sizes))
   layout = Layout(mesh, 'train', reduce_dtype)
   cfg = tiny.config(family='qwen3_moe', experts=Experts(8, 3, 24))
-  given = model_lib.build(cfg).shapes()['layers']
-  params = {k: jnp.zeros(given[k][1:]) for k in ('router', 'gate', 'up', 'down')}
+  shapes = model_lib.build(cfg).shapes()['layers']
+  params = {k: jnp.zeros(shapes[k][1:]) for k in ('router', 'gate', 'up', 'down')}
   x = jnp.zeros((8, 10, cfg.hidden_size))
 
   def loss(params):
@@ -162,10 +163,10 @@ def test_gradients_of_experts_are_summed_over_fsdp_in_the_chosen_type(reduce_dty
 
   text = str(jax.make_jaxpr(jax.grad(loss))(params))
   scattered = [line.split('=')[0] for line in text.splitlines() if 'reduce_scatter' in line]
-  assert sum(f':{sent}[4,' in line for line in scattered) == 3 == len(scattered) - 1, text  # and the router's weights
+  assert sum(f':{sent}[4,' in line for line in scattered) == 3 == len(scattered) - 1, text  # the fourth: the router's
 
 
-def test_an_option_that_the_compiler_does_not_know_is_left_out(caplog):
+def test_unknown_compiler_option_is_left_out_with_a_warning(caplog):
   left_out = probe.refused_options((('xla_gpu_no_such_thing', True), *GPU_OPTIONS.items()))
   assert left_out == {'xla_gpu_no_such_thing': None}
   (warning,) = [r.getMessage() for r in caplog.records]
@@ -175,7 +176,7 @@ def test_an_option_that_the_compiler_does_not_know_is_left_out(caplog):
   assert options([gpu], {name: None, 'x': 1}) == {k: v for k, v in GPU_OPTIONS.items() if k != name} | {'x': 1}
 
 
-def test_options_of_all_programs_of_a_run(monkeypatch):
+def test_compiler_options_of_a_run_by_hosts_and_determinism(monkeypatch):
   assert probe.run_options(GPU_OPTIONS, False) == {}
   assert probe.run_options({'xla_gpu_no_such_thing': 1}, True) == {
     **probe.DETERMINISTIC_OPTIONS,
@@ -187,26 +188,26 @@ def test_options_of_all_programs_of_a_run(monkeypatch):
   assert probe.run_options(GPU_OPTIONS, False) == {}
 
 
-def test_this_compiler_knows_what_is_asked():
-  """For GPUs, an unknown option would end the run at its first program."""
+def test_installed_compiler_knows_all_options():
+  """On GPUs, an unknown option would end the run at its first program."""
   lowered = jax.jit(lambda x: x + 1).lower(1.0)
   lowered.compile(GPU_OPTIONS | GATHER_OPTIONS | probe.HOSTS_OPTIONS | probe.DETERMINISTIC_OPTIONS)
   with pytest.raises(jax.errors.JaxRuntimeError, match='No such compile opt'):
     lowered.compile({'xla_gpu_no_such_thing': True})
 
 
-@pytest.mark.parametrize('given, then', [({}, '0.92'), ({'XLA_PYTHON_CLIENT_MEM_FRACTION': '.5'}, '.5')])
-def test_memory_that_jax_takes_of_a_gpu(given, then):
+@pytest.mark.parametrize('given, expected', [({}, '0.92'), ({'XLA_PYTHON_CLIENT_MEM_FRACTION': '.5'}, '.5')])
+def test_tune_host_sets_the_gpu_memory_fraction_unless_it_is_set(given, expected):
   name = 'XLA_PYTHON_CLIENT_MEM_FRACTION'
   environment = {k: v for k, v in os.environ.items() if k != name} | given
-  said = subprocess.run(
+  done = subprocess.run(
     [sys.executable, '-c', f'import os, jaxpost; jaxpost.tune_host(); print(os.environ["{name}"])'],
     capture_output=True,
     text=True,
     cwd=CLONE,
     env=environment | {'PYTHONPATH': str(CLONE)},
   )
-  assert said.stdout.strip() == then, said.stderr
+  assert done.stdout.strip() == expected, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -214,21 +215,21 @@ def test_memory_that_jax_takes_of_a_gpu(given, then):
   [('cpu', ['/dev/nvidia0'], True), ('cuda', [], False), ('', ['/dev/nvidia0'], False), ('', [], True)],
 )
 def test_malloc_is_tuned_for_cpu_runs_only(monkeypatch, platforms, files, tuned):
-  said = []
+  mallopt_calls = []
 
   class Libc:
-    mallopt = staticmethod(lambda which, value: said.append(which) or 1)
+    mallopt = staticmethod(lambda which, value: mallopt_calls.append(which) or 1)
 
   monkeypatch.setenv('JAX_PLATFORMS', platforms)
   monkeypatch.setattr(host.ctypes, 'CDLL', lambda name: Libc)
   monkeypatch.setattr(host.importlib.util, 'find_spec', lambda name: name == 'jax_plugins')
   monkeypatch.setattr(host.glob, 'glob', lambda pattern: [f for f in files if fnmatch.fnmatch(f, pattern)])
-  assert host.tune_host() == tuned == bool(said)
+  assert host.tune_host() == tuned == bool(mallopt_calls)
 
 
 @functools.cache
 def compiled(name, gpus):
-  """{program: [what is in it, ...]}."""
+  """Returns {program: [facts of each compiled variant]} of a config, compiled in a process of its own."""
   config, over = CONFIGS[name]
   done = subprocess.run(
     [sys.executable, '-c', DRIVER, config, str(gpus), MESHES[gpus], json.dumps(over)],
@@ -252,22 +253,22 @@ needs_cuda = pytest.mark.skipif(
 @pytest.mark.parametrize('gpus', MESHES)
 @pytest.mark.parametrize('name', CONFIGS)
 def test_programs_of_a_config_compile_for_gpus(name, gpus):
-  found = compiled(name, gpus)
-  assert ATTEND[name] <= found.keys()
-  for program, each in found.items():
-    for one in each:
-      assert bool(one['kernels']) == (program in ATTEND[name]), program
-      assert one['wide'] <= one['most'], (program, one)
-      assert not one['unknown'], (program, one)
-  for one in found['update']:
-    sent, least = (one[k]['reduce-scatter']['fsdp'] for k in ('found', 'least'))
+  programs = compiled(name, gpus)
+  assert USE_ATTENTION_KERNEL[name] <= programs.keys()
+  for program, variants in programs.items():
+    for facts in variants:
+      assert bool(facts['kernels']) == (program in USE_ATTENTION_KERNEL[name]), program
+      assert facts['wide'] <= facts['most'], (program, facts)
+      assert not facts['unknown'], (program, facts)
+  for facts in programs['update']:
+    sent, least = (facts[k]['reduce-scatter']['fsdp'] for k in ('found', 'least'))
     assert 0 < sent <= 1.05 * least
     if gpus == 8 and name in ('sft', 'lora', 'dpo', 'grpo'):
-      assert sum(one['overlapped']) > 0.5 * len(one['overlapped']) > 0
+      assert sum(facts['overlapped']) > 0.5 * len(facts['overlapped']) > 0
 
 
 def planned(tmp_path, *words, model='qwen3_1_7b', gpu='h200'):
-  """The programs of a plan on one GPU, of Qwen3-1.7B with all of its layers, or of the recipe's own `model`, ''."""
+  """Returns the programs of a plan on one GPU, of all layers of `model`, or of the recipe's own model if it is ''."""
   out = tmp_path / 'plan.json'
   words = [*words, f'--config.model.path={model}', '--config.eval.data.path='] if model else words
   done = subprocess.run(
@@ -285,25 +286,27 @@ def planned(tmp_path, *words, model='qwen3_1_7b', gpu='h200'):
 @needs_cuda
 @pytest.mark.long
 @pytest.mark.parametrize('recipe', ['sft_gsm8k', 'sft_text', 'dpo_hh'])
-def test_a_recipe_fits_as_the_arithmetic_says(tmp_path, recipe):
-  """On the 80 GB that its docstring names; the arithmetic may say a little more than it takes, and hardly less."""
+def test_planned_memory_of_recipes_fits_80_gb_as_estimated(tmp_path, recipe):
+  """Recipes name 80 GB in their docstrings. The estimate may be up to 15 % above the plan, and up to 3 % below."""
   (update,) = planned(tmp_path, f'--config=configs/{recipe}.py', '--programs=update', model='', gpu='h100')
-  taken = update['bytes_per_chip']['total']
-  assert taken <= machines.parse('h100:1x1x1').memory
+  planned_bytes = update['bytes_per_chip']['total']
+  assert planned_bytes <= machines.parse('h100:1x1x1').memory
   (stage,) = dry_run.prepare_all(prepare.as_dict(importlib.import_module(f'configs.{recipe}').get_config()))
   fitted = defaults.fitted(stage, machines.parse('h100:1x1x1'))
-  one = dict.fromkeys(AXES, 1)
+  one_device = dict.fromkeys(AXES, 1)
   branches = stage.data.first_batch.branch_ids is not None
-  said = sum(arithmetic.estimate(fitted.inputs, machines.parse('h100:1x1x1'), one, one, branches).updating.values())
-  assert 0.97 * taken <= said <= 1.15 * taken
+  estimated_bytes = sum(
+    arithmetic.estimate(fitted.inputs, machines.parse('h100:1x1x1'), one_device, one_device, branches).updating.values()
+  )
+  assert 0.97 * planned_bytes <= estimated_bytes <= 1.15 * planned_bytes
 
 
 @needs_cuda
 @pytest.mark.long
-# The gradients of queries and of keys are two kernels, and each computes the scores: here, where a row counts as one
-# document, that is 3 % of the FLOPs.
+# The gradients of queries and of keys are two kernels that both compute the scores. Here, where a row counts as one
+# document, that adds 3 % to the FLOPs.
 @pytest.mark.parametrize('remat, flops, gib', [('auto', 1.061, 56), ('full', 1.281, 15)])
-def test_an_update_of_packed_rows_needs_little_memory(tmp_path, remat, flops, gib):
+def test_planned_update_of_packed_rows_stays_within_flops_and_memory_bounds(tmp_path, remat, flops, gib):
   (update,) = planned(
     tmp_path,
     '--config=configs/sft_gsm8k.py',
@@ -319,15 +322,15 @@ def test_an_update_of_packed_rows_needs_little_memory(tmp_path, remat, flops, gi
 
 @needs_cuda
 @pytest.mark.long
-def test_decoding_does_not_copy_the_cache(tmp_path):
-  """A token reads weights and cache once, and everything else is less than as much again."""
+def test_planned_decoding_does_not_copy_the_cache(tmp_path):
+  """For each token, weights and cache are read once; all other traffic is at most 21 % of that."""
   rows = planned(
     tmp_path, '--config=configs/grpo_gsm8k.py', '--config.rollout.slots=64', '--programs=generate,insert,move'
   )
   generate = [row for row in rows if row['program'] == 'generate']
   largest = max(generate, key=lambda row: row['memory_traffic_bytes'])
-  held = largest['bytes_per_chip']
-  assert largest['memory_traffic_bytes'] <= 32 * 1.21 * (held['parameters'] + held['kv_cache'])
+  bytes_held = largest['bytes_per_chip']
+  assert largest['memory_traffic_bytes'] <= 32 * 1.21 * (bytes_held['parameters'] + bytes_held['kv_cache'])
   for row in rows:
     if row['program'] in ('insert', 'move'):
       assert row['bytes_per_chip']['temporaries'] <= 2**28

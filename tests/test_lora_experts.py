@@ -1,4 +1,4 @@
-"""Adapters of experts: what they compute, and as folders of `peft`.
+"""LoRA adapters of experts: targets, merging, gradients, runs, quantized bases, and adapter folders of PEFT.
 
 Legend: L layers, E experts, D hidden size, F size of an expert, r rank.
 """
@@ -32,13 +32,13 @@ def config(targets=ALL, rank=3, rslora=False, family='qwen3_moe', **fields):
   return tiny.config(lora=(rank, 5.0, rslora, targets), family=family, **FAMILIES[family] | fields)
 
 
-def test_experts_are_targets_where_they_are_named():
-  def found(targets):
+def test_experts_get_adapters_only_if_targets_name_them():
+  def adapted(targets):
     return set(model_lib.build(config(targets)).init(jax.random.key(0))['lora']['layers'])
 
-  assert found('q|k|v|o|gate|up|down') == set('qkvo')
-  assert found(ALL) == {'q', 'gate', 'up', 'down'}
-  assert found('layers/experts/.*') == {'gate', 'up', 'down'}
+  assert adapted('q|k|v|o|gate|up|down') == set('qkvo')
+  assert adapted(ALL) == {'q', 'gate', 'up', 'down'}
+  assert adapted('layers/experts/.*') == {'gate', 'up', 'down'}
   rows = model_lib.build(config()).table
   assert rows['lora/layers/gate/a'].shape == (2, 4, 32, 3)
   assert rows['lora/layers/gate/b'].shape == (2, 4, 3, 24)
@@ -47,7 +47,7 @@ def test_experts_are_targets_where_they_are_named():
   assert np.std(a) == pytest.approx((1 / 24) ** 0.5 / 3**0.5, rel=0.1)
 
 
-def test_what_cannot_be_is_refused():
+def test_unsupported_expert_adapters_are_refused():
   with pytest.raises(InputError, match='routers and indexers have no adapters'):
     model_lib.build(config('router'))
   with pytest.raises(InputError, match='rank: 25 is larger than layers/gate'):
@@ -60,34 +60,34 @@ def test_what_cannot_be_is_refused():
 
 @pytest.mark.parametrize('unroll', [True, False])
 @pytest.mark.parametrize('targets, rslora', [(ALL, False), ('experts/down', True)])
-def test_merged_experts_compute_the_same(targets, rslora, unroll):
+def test_adapted_experts_equal_merged_experts(targets, rslora, unroll):
   model = model_lib.build(config(targets, rslora=rslora))
   compute = dataclasses.replace(tiny.EXACT, unroll=unroll, remat='full')
   params, ids = test_lora.params_of(model), tiny.tokens((2, 9))
-  found = test_lora.logits(model, params, ids, compute)
-  test_lora.near(found, test_lora.logits(model.base, model.merge(params), ids, compute))
+  adapted = test_lora.logits(model, params, ids, compute)
+  test_lora.near(adapted, test_lora.logits(model.base, model.merge(params), ids, compute))
   plain = test_lora.logits(model.base, test_lora.without(params), ids, compute)
-  assert tiny.largest(found - plain) > 0.1 * tiny.largest(plain)
+  assert tiny.largest(adapted - plain) > 0.1 * tiny.largest(plain)
 
 
-def test_gradients_are_those_of_the_merged_matrices():
-  """dA = scale dW B^T and dB = scale A^T dW, of each expert."""
+def test_adapter_gradients_follow_from_those_of_the_merged_matrices():
+  """For each expert, dA = scale dW B^T and dB = scale A^T dW."""
   model = model_lib.freeze(model_lib.build(config('experts/(gate|up|down)')), '')
   params, batch = test_lora.params_of(model), test_lora.rows_batch()
   _, grads = test_lora.gradient(model, params, batch, 4)
-  whole = dataclasses.replace(
+  merged_model = dataclasses.replace(
     model, forward=model.base.forward, frozen=frozenset(), table=model.base.table, config=model.base.config
   )
-  _, of_w = test_lora.gradient(whole, model.merge(params), batch, 4)
+  _, merged_grads = test_lora.gradient(merged_model, model.merge(params), batch, 4)
   scale = lora.scale(model.config)
   for name, pair in params['lora']['layers'].items():
-    dw, have = of_w['layers'][name], grads['lora']['layers'][name]
-    test_lora.near(have['a'], scale * jnp.einsum('lexf,lerf->lexr', dw, pair['b'], precision='highest'), 1e-4)
-    test_lora.near(have['b'], scale * jnp.einsum('lexf,lexr->lerf', dw, pair['a'], precision='highest'), 1e-4)
+    dw, pair_grads = merged_grads['layers'][name], grads['lora']['layers'][name]
+    test_lora.near(pair_grads['a'], scale * jnp.einsum('lexf,lerf->lexr', dw, pair['b'], precision='highest'), 1e-4)
+    test_lora.near(pair_grads['b'], scale * jnp.einsum('lexf,lexr->lerf', dw, pair['a'], precision='highest'), 1e-4)
 
 
 @pytest.mark.parametrize('method', ['sft', 'grpo'])
-def test_a_run_trains_them_and_exports_the_sum(tmp_path, method):
+def test_run_trains_expert_adapters_and_exports_merged_weights(tmp_path, method):
   base = tiny.folder(tmp_path / 'base', family='qwen3_moe', num_layers=2, experts=EXPERTS)
   make = tiny.run_config if method == 'sft' else tiny.grpo_config
   stages.run(
@@ -98,25 +98,27 @@ def test_a_run_trains_them_and_exports_the_sum(tmp_path, method):
   )
   rows = [json.loads(line) for line in (tmp_path / 'run/metrics.jsonl').read_text().splitlines()]
   assert rows[0]['grad_norm'] > 0
-  one, two = (test_lora.of_folder(folder).params['layers'] for folder in (base, tmp_path / 'run/export'))
-  moved = {name for name in one if np.any(one[name] != two[name])}
-  assert moved == {'q', 'gate', 'up', 'down'}
-  for name in moved - {'q'}:  # each expert of each layer
-    assert np.all(np.any(one[name] != two[name], axis=(2, 3))), name
+  before, after = (test_lora.of_folder(folder).params['layers'] for folder in (base, tmp_path / 'run/export'))
+  changed = {name for name in before if np.any(before[name] != after[name])}
+  assert changed == {'q', 'gate', 'up', 'down'}
+  for name in changed - {'q'}:  # every expert of every layer has changed
+    assert np.all(np.any(before[name] != after[name], axis=(2, 3))), name
 
 
-def test_on_experts_in_8_bits():
-  """The result is that of the numbers that the codes stand for."""
+def test_adapters_on_int8_experts_match_dequantized_experts():
+  """The loss and gradients are those of the numbers that the codes stand for."""
   plain = model_lib.freeze(model_lib.build(config()), '')
-  codes = model_lib.frozen_base_model(plain.config, 'int8')
+  quantized = model_lib.frozen_base_model(plain.config, 'int8')
   params, batch = test_lora.params_of(plain), test_lora.rows_batch()
-  held = quantization.convert_params(params, codes)
-  (loss, _), grads = test_lora.gradient(codes, held, batch, 4)
-  (same, _), right = test_lora.gradient(plain, quantization.convert_params(held, plain), batch, 4)
-  assert float(loss) == pytest.approx(float(same), rel=1e-6)
-  jax.tree.map(lambda a, b: test_lora.near(a, b, 1e-4), grads, right)
-  exact = test_lora.gradient(plain, params, batch, 4)[0][0]
-  assert 0 < abs(loss - exact) < 0.05 * exact
+  quantized_params = quantization.convert_params(params, quantized)
+  (loss, _), grads = test_lora.gradient(quantized, quantized_params, batch, 4)
+  (dequantized_loss, _), expected = test_lora.gradient(
+    plain, quantization.convert_params(quantized_params, plain), batch, 4
+  )
+  assert float(loss) == pytest.approx(float(dequantized_loss), rel=1e-6)
+  jax.tree.map(lambda a, b: test_lora.near(a, b, 1e-4), grads, expected)
+  float_loss = test_lora.gradient(plain, params, batch, 4)[0][0]
+  assert 0 < abs(loss - float_loss) < 0.05 * float_loss
 
 
 # ------------------------------------------------------------------------ peft
@@ -124,7 +126,7 @@ def test_on_experts_in_8_bits():
 
 @pytest.fixture(scope='module', params=FAMILIES)
 def based(request, tmp_path_factory):
-  """(folder of a base model, its ModelConfig)."""
+  """Returns (folder of a base model, its ModelConfig)."""
   folder = tmp_path_factory.mktemp('base') / request.param
   cfg = dataclasses.replace(config(family=request.param), lora=())
   model = model_lib.build(cfg)
@@ -133,7 +135,7 @@ def based(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize('rslora', [False, True])
-def test_peft_loads_what_we_write(based, tmp_path, rslora):
+def test_adapters_round_trip_through_peft(based, tmp_path, rslora):
   pytest.importorskip('torch', reason='parity with peft needs torch')
   library = pytest.importorskip('peft', reason='peft is not installed')
   from transformers import AutoModelForCausalLM
@@ -148,20 +150,20 @@ def test_peft_loads_what_we_write(based, tmp_path, rslora):
   ids = tiny.tokens((2, 10))
   ours = test_lora.logits(model, params, ids)
   test_lora.near(test_lora.torch_logits(network.eval(), ids), ours)
-  again, read = test_lora.load(folder, tmp_path / 'adapter', cfg)
-  test_lora.near(test_lora.logits(again, read, ids), ours)
-  # And what it saves, in which it has put experts together.
+  loaded_model, loaded_params = test_lora.load(folder, tmp_path / 'adapter', cfg)
+  test_lora.near(test_lora.logits(loaded_model, loaded_params, ids), ours)
+  # PEFT stacks the experts when it saves; its folder is read, too.
   network.save_pretrained(tmp_path / 'theirs')
   raw = json.loads((tmp_path / 'theirs/adapter_config.json').read_text())
   assert raw['target_parameters']
-  again, read = test_lora.load(folder, tmp_path / 'theirs', cfg)
-  test_lora.near(test_lora.logits(again, read, ids), ours)
-  assert again.config.lora[0] == 3 and 'experts/up' in again.config.lora[3]
+  loaded_model, loaded_params = test_lora.load(folder, tmp_path / 'theirs', cfg)
+  test_lora.near(test_lora.logits(loaded_model, loaded_params, ids), ours)
+  assert loaded_model.config.lora[0] == 3 and 'experts/up' in loaded_model.config.lora[3]
 
 
 @pytest.mark.parametrize('names', [('gate_up_proj', 'down_proj'), ('down_proj',), ('gate_up_proj',)])
-def test_parameters_that_peft_adapts(based, tmp_path, names):
-  """`target_parameters`, in which gate and up share A."""
+def test_peft_target_parameters_are_loaded(based, tmp_path, names):
+  """`target_parameters` of PEFT adapts fused tensors, in which gate and up share A."""
   folder, cfg = based
   network = test_lora.torch_model(
     folder, target_modules=['q_proj'], use_rslora=True, target_parameters=[f'mlp.experts.{name}' for name in names]
@@ -178,55 +180,57 @@ def test_parameters_that_peft_adapts(based, tmp_path, names):
       peft.read_spec(tmp_path, cfg)
 
 
-def test_what_peft_cannot_tell_apart_is_not_written(tmp_path, caplog):
+def test_adapter_that_peft_cannot_represent_is_not_written(tmp_path, caplog):
   model = model_lib.build(config('experts/gate'))
   peft.writer(model, tiny.params(model), 'base')(tmp_path / 'adapter')
   assert not (tmp_path / 'adapter').exists() and 'both need' in caplog.text
 
 
 @pytest.mark.parametrize(
-  'family, first_dense, targets, said',
+  'family, first_dense, targets, warning',
   [
     ('glm4_moe', 1, lora.DEFAULT, 'does not load adapters such as base_model.model.model.layers.0.mlp.down_proj'),
     ('glm4_moe', 1, 'q|k|v|o', ''),
     ('qwen3_moe', 0, lora.DEFAULT, ''),
   ],
 )
-def test_adapters_that_peft_would_give_to_the_experts_are_named(tmp_path, caplog, family, first_dense, targets, said):
-  """It takes gate_proj of a dense layer for that of the experts, and drops the adapter."""
+def test_warning_for_dense_mlp_adapters_that_peft_drops(tmp_path, caplog, family, first_dense, targets, warning):
+  """PEFT takes gate_proj of a dense layer for that of the experts, and drops the adapter."""
   experts = dataclasses.replace(EXPERTS, first_dense=first_dense)
   cfg = tiny.config(family=family, num_layers=2, experts=experts, lora=(2, 3.0, False, targets))
   model = model_lib.build(cfg)
   peft.writer(model, tiny.params(model), 'base')(tmp_path / 'adapter')
-  assert (tmp_path / 'adapter').exists()  # for this library, and for servers that read it as it is
-  assert said in caplog.text and bool(said) == ('does not load' in caplog.text)
+  assert (tmp_path / 'adapter').exists()  # this library, and servers that read the file themselves, can load it
+  assert warning in caplog.text and bool(warning) == ('does not load' in caplog.text)
 
 
-def test_all_linear_is_every_matrix_of_layers_but_those_of_experts(caplog):
+def test_all_linear_covers_every_matrix_except_those_of_experts(caplog):
   table = model_lib.build(tiny.config(family='qwen3_moe', num_layers=2, experts=EXPERTS)).table
-  every = model_lib.build(config(lora.ALL_LINEAR))
-  adapted = {path.split('/', 1)[1][:-2] for path in every.table if path.startswith('lora/') and path.endswith('/a')}
+  all_linear_model = model_lib.build(config(lora.ALL_LINEAR))
+  adapted = {
+    path.split('/', 1)[1][:-2] for path in all_linear_model.table if path.startswith('lora/') and path.endswith('/a')
+  }
   assert adapted == {p for p in lora.targets(table) if 'expert' not in table[p].axes} == {*lora.all_linear(table)}
   latent = model_lib.build(tiny.latent()).table
   assert lora.target_pattern(lora.ALL_LINEAR, latent, 2) == lora.ALL_LINEAR
-  assert lora.target_pattern(lora.ALL_LINEAR, table, 2) == lora.DEFAULT  # which has the same matrices here
+  assert lora.target_pattern(lora.ALL_LINEAR, table, 2) == lora.DEFAULT  # the default names the same matrices here
 
-  def warned(pattern, rank=2):
+  def warning_of(pattern, rank=2):
     caplog.clear()
     lora.warn_left_out(model_lib.build(tiny.latent(lora=(rank, 2.0, False, pattern))))
     return caplog.text
 
-  assert 'kv_a, kv_b' in warned(lora.DEFAULT) and 'all-linear includes them' in warned(lora.DEFAULT)
-  assert not warned('o') and not warned(lora.ALL_LINEAR)
-  least = min(lora.full_rank(latent[p]) for p in lora.all_linear(latent))
-  small = [p for p in lora.all_linear(latent) if lora.full_rank(latent[p]) == least]
-  model = model_lib.build(tiny.latent(lora=(least + 1, 2.0, False, lora.ALL_LINEAR)))
-  assert not any(f'lora/{p}/a' in model.table for p in small)
-  assert f'their rank is below {least + 1}' in warned(lora.ALL_LINEAR, least + 1)
+  assert 'kv_a, kv_b' in warning_of(lora.DEFAULT) and 'all-linear includes them' in warning_of(lora.DEFAULT)
+  assert not warning_of('o') and not warning_of(lora.ALL_LINEAR)
+  min_rank = min(lora.full_rank(latent[p]) for p in lora.all_linear(latent))
+  narrow = [p for p in lora.all_linear(latent) if lora.full_rank(latent[p]) == min_rank]
+  model = model_lib.build(tiny.latent(lora=(min_rank + 1, 2.0, False, lora.ALL_LINEAR)))
+  assert not any(f'lora/{p}/a' in model.table for p in narrow)
+  assert f'their rank is below {min_rank + 1}' in warning_of(lora.ALL_LINEAR, min_rank + 1)
 
 
 @pytest.mark.parametrize(
-  'family, targets, said',
+  'family, targets, warning',
   [
     ('kimi_linear', lora.DEFAULT, ''),
     ('kimi_linear', 'o|in_b', ''),
@@ -236,8 +240,8 @@ def test_all_linear_is_every_matrix_of_layers_but_those_of_experts(caplog):
     ('nemotron_h', 'q|k|v', ''),
   ],
 )
-def test_adapters_that_peft_refuses_or_does_not_find_are_named(tmp_path, caplog, family, targets, said):
+def test_warning_for_hybrid_adapters_that_peft_does_not_load(tmp_path, caplog, family, targets, warning):
   model = model_lib.build(tiny.hybrid(family, lora=(2, 3.0, False, targets)))
   peft.writer(model, tiny.params(model), 'base')(tmp_path / 'adapter')
-  assert (tmp_path / 'adapter').exists()  # for this library, and for servers that read it as it is
-  assert said in caplog.text and bool(said) == ('does not load' in caplog.text)
+  assert (tmp_path / 'adapter').exists()  # this library, and servers that read the file themselves, can load it
+  assert warning in caplog.text and bool(warning) == ('does not load' in caplog.text)

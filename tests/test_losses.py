@@ -1,8 +1,8 @@
-"""Policy gradients and critics against figures of verl and TRL, and by hand.
+"""Surrogates, KL estimators and critic losses against golden figures of verl and TRL, and by hand.
 
-tests/golden/losses.json says where its figures come from; its other cases are
-in test_losses_advantages.py, test_losses_preferences.py, test_head.py, test_sft.py,
-test_distill.py and test_rewards_format.py; docs/defaults.md says which there are.
+tests/golden/losses.json says where its figures come from. Its other cases are in test_losses_advantages.py,
+test_losses_preferences.py, test_head.py, test_sft.py, test_distill.py and test_rewards_format.py; docs/defaults.md
+lists them.
 """
 
 import json
@@ -27,7 +27,7 @@ def close(x, y):
   return np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
 
 
-# The weights of a batch under each way of averaging.
+# The weight of each token under each way of averaging over a batch.
 WEIGHTS = {
   'token-mean': MASK / MASK.sum(),
   'seq-mean-token-sum': MASK / len(MASK),
@@ -37,18 +37,17 @@ WEIGHTS = {
 
 
 def run(name, weights, options, new=NEW, scale=1.0, gains=GAINS):
-  """(loss, gradient, per-token metrics, per-token loss)."""
-
-  chosen = policy_gradient.LOSSES[name]
+  """Returns (loss, gradient, per-token metrics, per-token loss) of the surrogate `name`."""
+  surrogate = policy_gradient.LOSSES[name]
 
   def reduce_sequence(x):
-    return chosen.per_sequence(x, MASK, MASK.astype(int))
+    return surrogate.per_sequence(x, MASK, MASK.astype(int))
 
   def loss(x):
-    if chosen.per_sequence is None:
-      per_token, metrics = chosen.fn(x, OLD, gains, options)
+    if surrogate.per_sequence is None:
+      per_token, metrics = surrogate.fn(x, OLD, gains, options)
     else:
-      per_token, metrics = chosen.fn(x, OLD, gains, options, reduce_sequence)
+      per_token, metrics = surrogate.fn(x, OLD, gains, options, reduce_sequence)
     return jnp.sum(per_token * scale * weights), (metrics, per_token)
 
   (value, (metrics, per_token)), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(new))
@@ -80,25 +79,25 @@ def run(name, weights, options, new=NEW, scale=1.0, gains=GAINS):
   ],
   ids=lambda x: x if isinstance(x, str) and '/' in x else '',
 )
-def test_surrogates(case, name, mean, options):
+def test_surrogates_match_golden_loss_and_gradient(case, name, mean, options):
   value, gradient, metrics, _ = run(name, WEIGHTS[mean], SurrogateOptions(**options))
   golden = CASES[case]
   close(value, golden['loss'])
   close(gradient, golden['grad'])
   assert not np.asarray(gradient)[MASK == 0].any()
   averages = {k: np.sum(v * WEIGHTS['token-mean']) for k, v in metrics.items()}
-  if name in ('gspo', 'vespo'):  # TRL counts sequences there, verl tokens
+  if name in ('gspo', 'vespo'):  # TRL averages these over sequences, verl over tokens
     averages = {k: np.mean(v[:, 0]) for k, v in metrics.items()}
     averages['vespo/phi_seq_mean'] = averages.pop('vespo/phi', 0)
   for key, theirs in golden['metrics'].items():
     if key in averages:
       close(averages[key], theirs)
-  compared = {
+  required_metrics = {
     'trl/grpo_loss_cispo_max1.05': {'cispo_clip_ratio'},
     'trl/grpo_loss_vespo_eps0.2': {'vespo/phi_seq_mean'},
     'trl/gspo_grpo_0.03_0.04': {'clip_ratio/low_mean', 'clip_ratio/high_mean'},
   }
-  assert compared.get(case, set()) <= averages.keys() & golden['metrics']
+  assert required_metrics.get(case, set()) <= averages.keys() & golden['metrics']
 
 
 def test_cispo_is_bounded_on_both_sides():
@@ -108,7 +107,7 @@ def test_cispo_is_bounded_on_both_sides():
 
 
 @pytest.mark.parametrize('name', ['k1', 'k2', 'k3', 'abs'])
-def test_kl(name):
+def test_kl_estimates_match_golden_values(name):
   theirs = {'k1': 'kl', 'k2': 'mse', 'k3': 'low_var_kl', 'abs': 'abs'}[name]
   weights = WEIGHTS['token-mean']
   value = np.sum(policy_gradient.KL[name](NEW, REF) * weights)
@@ -119,7 +118,7 @@ def test_kl(name):
 
 
 @pytest.mark.parametrize('name, case', [('k1', 'kl'), ('k2', 'mse'), ('k3', 'low_var_kl'), ('k3+', 'k3+')])
-def test_kl_gradients(name, case):
+def test_kl_gradients_match_golden_values(name, case):
   value, gradient = jax.value_and_grad(lambda x: jnp.sum(policy_gradient.KL[name](x, REF) * WEIGHTS['token-mean']))(
     jnp.asarray(NEW)
   )
@@ -133,8 +132,8 @@ def test_straight_through_k1_has_the_gradient_of_k2():
   close(jax.grad(lambda x: fn(x, REF).sum())(jnp.asarray(NEW)), NEW - REF)
 
 
-def test_k3_in_the_loss():
-  """TRL's dapo loss with beta 0.04: surrogate and KL, mean over tokens."""
+def test_clip_loss_with_k3_penalty_matches_trl():
+  """TRL's dapo loss with beta 0.04: surrogate plus KL, averaged over tokens."""
 
   def loss(new):
     values, _ = policy_gradient.clip(new, OLD, GAINS, SurrogateOptions(0.2, 0.2))
@@ -149,7 +148,7 @@ def test_k3_in_the_loss():
 
 
 @pytest.mark.parametrize('case, cap', [('verl/ppo_tis_cap2', 2.0), ('trl/grpo_dapo_tis_cap3', 3.0)])
-def test_surrogate_with_correction(case, cap):
+def test_clip_loss_with_importance_correction_matches_golden(case, cap):
   weights = importance.correction(
     ('token_truncated',), OLD - INPUTS['roll'], MASK, importance.CorrectionOptions(importance_cap=cap)
   )
@@ -159,43 +158,43 @@ def test_surrogate_with_correction(case, cap):
 
 
 @pytest.mark.parametrize('name, bound', [('dppo_tv', 0.15), ('dppo_kl', 0.05)])
-def test_dppo_leaves_out_what_moved_too_far_with_its_advantage(name, bound):
-  """Tokens that rose, fell, rose a little, and rose from a tiny probability by a large ratio."""
+def test_dppo_drops_tokens_that_moved_too_far_along_their_advantage(name, bound):
+  """Probabilities that rose, fell, rose a little, and rose from a tiny value by a large ratio."""
   old = np.log([[0.3, 0.7, 0.3, 1e-4]])
   new = np.log([[0.7, 0.3, 0.35, 2e-3]])
   options = SurrogateOptions(clip_low=bound, clip_high=bound)
 
-  def kept(gain):
+  def has_gradient(gain):
     def loss(x):
       return policy_gradient.LOSSES[name].fn(x, old, np.full((1, 4), gain), options)[0].sum()
 
     return (np.asarray(jax.grad(loss)(jnp.asarray(new)))[0] != 0).tolist()
 
-  assert kept(1.0) == [False, True, True, True]  # PPO's clip would leave out the last one, too
-  assert kept(-1.0) == [True, False, True, True]
+  assert has_gradient(1.0) == [False, True, True, True]  # PPO's clip would leave out the last one, too
+  assert has_gradient(-1.0) == [True, False, True, True]
   far = policy_gradient.LOSSES[name].fn(np.log([[0.9]]), np.log([[1e-3]]), -np.ones((1, 1)), options)[0]
   close(far, [[20 * np.log(0.9)]])  # the weight is at most 20
 
 
-def test_off_policy_sequence_masking():
-  """It compares the sampler with the policy being trained."""
-  kept = policy_gradient.off_policy_kept(
+def test_off_policy_sequence_mask_matches_trl():
+  """The mask compares the sampler with the policy being trained."""
+  kept_mask = policy_gradient.off_policy_kept(
     NEW, OLD, GAINS, 0.02, lambda x: np.sum(x * MASK, 1, keepdims=True) / MASK.sum(1, keepdims=True) + 0 * x
   )
-  assert 0 < np.sum(kept * MASK) < MASK.sum()
-  value, gradient, *_ = run('clip', WEIGHTS['token-mean'], SurrogateOptions(), scale=kept)
+  assert 0 < np.sum(kept_mask * MASK) < MASK.sum()
+  value, gradient, *_ = run('clip', WEIGHTS['token-mean'], SurrogateOptions(), scale=kept_mask)
   close(value, CASES['trl/grpo_dapo_opsm0.02']['loss'])
   close(gradient, CASES['trl/grpo_dapo_opsm0.02']['grad'])
 
 
-def test_dual_clip():
+def test_dual_clip_matches_verl_and_drops_the_gradient():
   new = INPUTS['new_bigratio']
   loss, golden = CASES['verl/ppo_dual3_triggered']
   value, gradient, metrics, _ = run('clip', WEIGHTS['token-mean'], SurrogateOptions(dual_clip=3.0), new=new)
   close(value, loss)
-  taken = metrics['clip_ratio/dual_mean']
-  close(np.sum(taken * WEIGHTS['token-mean']), golden['actor/pg_clipfrac_lower'])
-  assert not np.asarray(gradient)[taken == 1].any()
+  dual_clipped = metrics['clip_ratio/dual_mean']
+  close(np.sum(dual_clipped * WEIGHTS['token-mean']), golden['actor/pg_clipfrac_lower'])
+  assert not np.asarray(gradient)[dual_clipped == 1].any()
   assert 'clip_ratio/dual_mean' not in run('clip', MASK, SurrogateOptions())[2]
   with pytest.raises(ValueError, match='dual_clip 0.5'):
     run('clip', MASK, SurrogateOptions(dual_clip=0.5))
@@ -216,8 +215,8 @@ def test_clip_is_reported_where_it_removes_the_gradient():
 
 
 @pytest.mark.parametrize('name', policy_gradient.LOSSES)
-def test_at_the_first_step(name):
-  """Ratio 1 exactly, nothing clipped, the policy gradient -A, KL 0."""
+def test_ratio_1_gives_the_plain_policy_gradient(name):
+  """At the first step: ratio exactly 1, nothing clipped, gradient -A, KL 0."""
   _, gradient, metrics, per_token = run(name, MASK, SurrogateOptions(dual_clip=3.0), new=OLD)
   np.testing.assert_array_equal(metrics.pop('ratio'), np.ones_like(OLD))
   close(metrics.pop('vespo/phi', 1), 1)
@@ -263,8 +262,8 @@ def test_arrays_that_would_broadcast_are_refused(name):
 # ------------------------------------------------------------------- values
 
 
-def test_value_loss():
-  """By hand: clipped up, clipped down, inside, and clipped but not worse."""
+def test_clipped_value_loss():
+  """By hand: clipped up, clipped down, inside the range, and clipped where that does not raise the loss."""
   values = jnp.array([[2.0, -2.0, 0.1, 2.0]])
   returns = np.array([[0.0, 0.0, 1.0, 3.0]])
   loss, clipped = values_lib.clipped_value_loss(values, np.zeros((1, 4)), returns, 0.5)
@@ -290,7 +289,7 @@ def test_explained_variance():
   assert np.isnan(values_lib.explained_variance(returns, np.ones((1, 4)), np.ones((1, 4))))
 
 
-def test_bradley_terry():
+def test_bradley_terry_loss_matches_golden():
   chosen, rejected = jnp.asarray(INPUTS['rm_chosen']), INPUTS['rm_rejected']
   golden = CASES['trlformula/rm_bt_center0.01']
 
@@ -305,7 +304,7 @@ def test_bradley_terry():
     loss(margin=margin[:, None])
 
 
-def test_regression_losses():
+def test_process_reward_and_squared_error_losses():
   logits, labels = np.array([[2.0, -1.0, 1e4]]), np.array([[1.0, 0.25, 0.0]])
   p = 1 / (1 + np.exp(-logits[:, :2]))
   y = labels[:, :2]

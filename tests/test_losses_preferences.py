@@ -1,7 +1,6 @@
-"""Preferences and distillation against figures of TRL, and by hand.
+"""Preference losses (DPO family, KTO, WPO) and distillation divergences, against figures of TRL and by hand.
 
-tests/golden/losses.json says where its figures come from. What is left out is
-named in test_losses.py.
+tests/golden/losses.json says where its figures come from; test_losses.py lists the files with its other cases.
 """
 
 import json
@@ -39,7 +38,7 @@ SMOOTH = PreferenceOptions(label_smoothing=0.1)
 
 
 def summed_logprobs(logits):
-  """[4] of INPUTS' completions; rows 0, 1 are chosen, rows 2, 3 rejected."""
+  """Log-probabilities [4] of the golden completions; rows 0 and 1 are chosen, rows 2 and 3 rejected."""
   ids = INPUTS['pair_ids'].astype(int)[:, 1:, None]
   logprobs = jax.nn.log_softmax(logits)[:, :-1]
   logprobs = jnp.take_along_axis(logprobs, ids, axis=2)[..., 0]
@@ -61,7 +60,7 @@ def golden_pairs(logits):
   )
 
 
-def some_pairs(seed=0, n=6, scale=5.0):
+def random_pairs(seed=0, n=6, scale=5.0):
   draw = np.random.default_rng(seed)
   logprobs = -np.abs(draw.normal(size=(4, n)) * scale) - 1
   lengths = draw.integers(2, 9, (2, n))
@@ -89,8 +88,8 @@ def some_pairs(seed=0, n=6, scale=5.0):
   ],
   ids=lambda x: x if isinstance(x, str) else '',
 )
-def test_pairs(case, names, weights, options):
-  """The loss, the norm of its gradient by the logits, and the metrics."""
+def test_pair_losses_match_golden_loss_gradient_and_metrics(case, names, weights, options):
+  """Compares the loss, the norm of its gradient by the logits, and the metrics."""
   options = PreferenceOptions(**options)
 
   def loss(logits):
@@ -116,9 +115,9 @@ def test_pairs(case, names, weights, options):
     ('cpo_hinge_alpha0.0_beta2.0_gamma0.5', 'cpo_hinge', 0.0),
   ],
 )
-def test_reference_free(case, name, alpha):
+def test_reference_free_losses_match_trl(case, name, alpha):
   chosen, rejected = INPUTS['avg_chosen'], INPUTS['avg_rejected']
-  n = 7.0 if name == 'simpo' else 1.0  # only simpo takes means
+  n = 7.0 if name == 'simpo' else 1.0  # only simpo averages over tokens
   pairs = Pairs(
     n * chosen,
     n * rejected,
@@ -132,41 +131,41 @@ def test_reference_free(case, name, alpha):
   close(preferences.LOSSES[name].fn(pairs, options), CASES[f'trl/{case}'])
 
 
-def by_hand(name, p, o):
+def by_hand(name, pairs, options):
   """Returns the losses for which there are no golden figures, computed from the papers in numpy."""
-  c, r, b = p.chosen - p.ref_chosen, p.rejected - p.ref_rejected, o.beta
-  mean_c, mean_r = p.chosen / p.chosen_length, p.rejected / p.rejected_length
+  c, r, b = pairs.chosen - pairs.ref_chosen, pairs.rejected - pairs.ref_rejected, options.beta
+  mean_c, mean_r = pairs.chosen / pairs.chosen_length, pairs.rejected / pairs.rejected_length
 
   def odds(x):
     return np.log(np.exp(x) / (1 - np.exp(x)))
 
   return {
     'sigmoid': lambda: nll(b * (c - r)),
-    'ipo': lambda: (c / p.chosen_length - r / p.rejected_length - 5) ** 2,
+    'ipo': lambda: (c / pairs.chosen_length - r / pairs.rejected_length - 5) ** 2,
     'nca_pair': lambda: nll(b * c) + (nll(-b * c) + nll(-b * r)) / 2,
     'apo_zero': lambda: 1 - sigmoid(b * c) + sigmoid(b * r),
     'orpo': lambda: b * nll(odds(mean_c) - odds(mean_r)),
-    'cpo': lambda: nll(b * (p.chosen - p.rejected)),
+    'cpo': lambda: nll(b * (pairs.chosen - pairs.rejected)),
     'simpo': lambda: nll(b * (mean_c - mean_r) - 0.5),
   }[name]()
 
 
 @pytest.mark.parametrize('name', ['sigmoid', 'ipo', 'nca_pair', 'apo_zero', 'orpo', 'cpo', 'simpo'])
-def test_pairs_by_hand(name):
-  pairs, options = some_pairs(), PreferenceOptions()
+def test_pair_losses_by_hand(name):
+  pairs, options = random_pairs(), PreferenceOptions()
   close(preferences.LOSSES[name].fn(pairs, options), by_hand(name, pairs, options))
 
 
-def test_options_of_pairs():
-  pairs = some_pairs()
-  d = (pairs.chosen - pairs.ref_chosen) - (pairs.rejected - pairs.ref_rejected)
-  close(preferences.ipo(pairs, PreferenceOptions(ipo_average=False)), (d - 5) ** 2)
-  close(preferences.sigmoid(pairs, SMOOTH), 0.9 * nll(0.1 * d) + 0.1 * nll(-0.1 * d))
+def test_preference_options_by_hand_and_bad_ones_are_refused():
+  pairs = random_pairs()
+  margin = (pairs.chosen - pairs.ref_chosen) - (pairs.rejected - pairs.ref_rejected)
+  close(preferences.ipo(pairs, PreferenceOptions(ipo_average=False)), (margin - 5) ** 2)
+  close(preferences.sigmoid(pairs, SMOOTH), 0.9 * nll(0.1 * margin) + 0.1 * nll(-0.1 * margin))
   alpha = PreferenceOptions(f_divergence='alpha_divergence', f_alpha=1.0)
-  close(preferences.sigmoid(pairs, alpha), nll(0.1 * d))
-  for wrong in (dict(beta=0.0), dict(label_smoothing=0.5), dict(f_divergence='js')):
+  close(preferences.sigmoid(pairs, alpha), nll(0.1 * margin))
+  for bad_options in (dict(beta=0.0), dict(label_smoothing=0.5), dict(f_divergence='js')):
     with pytest.raises(InputError):
-      PreferenceOptions(**wrong)
+      PreferenceOptions(**bad_options)
   with pytest.raises(InputError, match='label_smoothing is 0'):
     preferences.exo_pair(pairs, PreferenceOptions())
   with pytest.raises(InputError, match=r"\['apo_zero'\] do not support"):
@@ -185,9 +184,9 @@ def test_options_of_pairs():
     ('alpha_divergence', lambda x: 2 - 2 * np.exp(-x / 2)),
   ],
 )
-def test_f_divergence_of_means(name, score):
-  """Constants of the derivative show where lengths differ."""
-  pairs = some_pairs(scale=1.0)
+def test_f_divergences_of_length_averaged_losses(name, score):
+  """Lengths differ, so that a constant in the derivative of the divergence would show."""
+  pairs = random_pairs(scale=1.0)
   c = score(pairs.chosen - pairs.ref_chosen) / pairs.chosen_length
   r = score(pairs.rejected - pairs.ref_rejected) / pairs.rejected_length
   options = PreferenceOptions(f_divergence=name)
@@ -195,9 +194,9 @@ def test_f_divergence_of_means(name, score):
   close(preferences.ipo(pairs, options), (c - r - 5) ** 2)
 
 
-def test_policy_equal_to_reference():
-  """Step 0: DPO is ln 2, rewards are 0, no pair is ranked."""
-  pairs = some_pairs()
+def test_policy_equal_to_reference_has_known_losses_and_no_rewards():
+  """As at step 0: the loss of DPO is ln 2, all rewards are 0, and no pair is ranked."""
+  pairs = random_pairs()
   pairs = pairs._replace(ref_chosen=pairs.chosen, ref_rejected=pairs.rejected)
   for name, value in {
     'sigmoid': np.log(2),
@@ -217,19 +216,19 @@ def test_policy_equal_to_reference():
 
 
 @pytest.mark.parametrize('name', preferences.LOSSES)
-def test_padding(name):
-  """No loss, no gradient, and no influence on the others, shaped [B, P]."""
-  full, rng = some_pairs(n=4), np.random.default_rng(1)
+def test_padded_pairs_have_no_loss_gradient_or_influence(name):
+  """Arrays are [B, P], with places for pairs that are not valid and hold NaN, infinity or another number."""
+  dense, draw = random_pairs(n=4), np.random.default_rng(1)
   places = np.array([1, 2, 4, 7])
   valid = np.zeros(8, bool)
   valid[places] = True
 
   def widen(x):
-    wide = np.array(rng.choice([np.nan, np.inf, 3.0], 8), np.float32)
+    wide = np.array(draw.choice([np.nan, np.inf, 3.0], 8), np.float32)
     wide[places] = x
     return wide.reshape(2, 4)
 
-  pairs = Pairs(*(widen(x) for x in full))._replace(valid=valid.reshape(2, 4), nll_scale=0.2)
+  pairs = Pairs(*(widen(x) for x in dense))._replace(valid=valid.reshape(2, 4), nll_scale=0.2)
 
   def loss(arrays, pairs):
     pairs = pairs._replace(chosen=arrays[0], rejected=arrays[1])
@@ -238,7 +237,7 @@ def test_padding(name):
 
   grad = jax.grad(loss, has_aux=True)
   gradient, losses = grad((pairs.chosen, pairs.rejected), pairs)
-  alone, expected = grad((full.chosen, full.rejected), full)
+  alone, expected = grad((dense.chosen, dense.rejected), dense)
   assert losses.shape == (2, 4) and not losses.ravel()[~valid].any()
   close(losses.ravel()[valid], expected)
   for ours, theirs in zip(gradient, alone):
@@ -249,11 +248,11 @@ def test_padding(name):
 
 
 @pytest.mark.parametrize('name', preferences.LOSSES)
-def test_permutation_of_pairs(name):
-  """The losses move along; those of optimal transport keep their set."""
-  pairs, order = some_pairs(), np.array([3, 0, 5, 1, 4, 2])
-  moved = pairs._replace(**{k: x[order] for k, x in pairs._asdict().items() if k != 'nll_scale'})
-  ours = preferences.LOSSES[name].fn(moved, SMOOTH)
+def test_losses_follow_a_permutation_of_pairs(name):
+  """Each loss moves along with its pair; losses of optimal transport (aot) sort, so they stay in place."""
+  pairs, order = random_pairs(), np.array([3, 0, 5, 1, 4, 2])
+  permuted = pairs._replace(**{k: x[order] for k, x in pairs._asdict().items() if k != 'nll_scale'})
+  ours = preferences.LOSSES[name].fn(permuted, SMOOTH)
   expected = preferences.LOSSES[name].fn(pairs, SMOOTH)
   close(ours, expected if name.startswith('aot') else expected[order])
 
@@ -267,12 +266,12 @@ def test_permutation_of_pairs(name):
 )
 def test_extreme_pairs_stay_finite(name, f_divergence):
   """Log-ratios of +-1e4, and log-probabilities of 0 and -1e4."""
-  far = np.array([0, -1e4, 0, -1e4, 0, 0, -1e4, -1e4], np.float32)
+  extremes = np.array([0, -1e4, 0, -1e4, 0, 0, -1e4, -1e4], np.float32)
   pairs = Pairs(
-    far,
-    far[::-1],
-    far[[1, 0, 2, 3, 4, 5, 6, 7]],
-    0 * far,
+    extremes,
+    extremes[::-1],
+    extremes[[1, 0, 2, 3, 4, 5, 6, 7]],
+    0 * extremes,
     np.ones(8),
     rejected_length=np.ones(8),
     valid=np.ones(8, bool),
@@ -288,19 +287,19 @@ def test_extreme_pairs_stay_finite(name, f_divergence):
 
 
 @pytest.mark.parametrize('case, shifted', [('kto_beta0.1', True), ('kto_apo_zero_unpaired', False)])
-def test_kto(case, shifted):
-  """Rows 0 and 2 are desirable; z is the mean KL that the case names."""
+def test_kto_matches_trl(case, shifted):
+  """Rows 0 and 2 are desirable; z is the mean KL of the golden case, or 0."""
   golden = CASES[f'trl/{case}']
   log_ratio = summed_logprobs(INPUTS['pair_logits']) - summed_logprobs(INPUTS['pair_ref_logits'])
   label = np.array([True, False, True, False])
-  gap = np.subtract(golden['KL_policy'], golden['KL_ref'])
-  z = max(0.0, gap.mean()) if shifted else 0.0
+  kl_terms = np.subtract(golden['KL_policy'], golden['KL_ref'])
+  z = max(0.0, kl_terms.mean()) if shifted else 0.0
   close(preferences.kto(log_ratio, label, z).mean(), golden['loss'])
-  twice = preferences.kto(log_ratio, label, z, desirable_weight=2.0, undesirable_weight=0.5)
-  close(twice, preferences.kto(log_ratio, label, z) * np.where(label, 2, 0.5))
+  weighted = preferences.kto(log_ratio, label, z, desirable_weight=2.0, undesirable_weight=0.5)
+  close(weighted, preferences.kto(log_ratio, label, z) * np.where(label, 2, 0.5))
 
 
-def test_kto_takes_z_as_a_constant():
+def test_kto_has_no_gradient_through_z():
   label = np.array([True, False])
   gradient = jax.jacobian(lambda z: preferences.kto(np.ones(2), label, z))(0.5)
   assert not gradient.any()
@@ -316,13 +315,13 @@ STUDENT, TEACHER = (jnp.asarray(INPUTS[k]) for k in ('student_logits', 'teacher_
 
 @pytest.mark.parametrize('temperature', [1.0, 0.9])
 @pytest.mark.parametrize('beta', [0.1, 0.5, 0.9, 1.0])
-def test_generalized_jsd(beta, temperature):
+def test_generalized_jsd_matches_trl(beta, temperature):
   labelled = INPUTS['kd_labels'] != -100
   ours = divergences.generalized_jsd(STUDENT, TEACHER, beta, temperature)
   close(ours[labelled].mean(), CASES[f'trl/gkd_jsd/beta{beta}_T{temperature}'])
 
 
-def test_directions():
+def test_jsd_with_beta_0_and_1_is_forward_and_reverse_kl():
   s, t = (np.asarray(jax.nn.log_softmax(x)) for x in (STUDENT, TEACHER))
 
   def kl(p, q):
@@ -340,8 +339,8 @@ def test_directions():
 
 @pytest.mark.parametrize('hidden', [-1e30, -np.inf])
 @pytest.mark.parametrize('beta', [0.0, 0.3, 1.0])
-def test_padded_vocabulary(beta, hidden):
-  """Changes nothing and takes no gradient; nor do students equal to theirs."""
+def test_padded_vocabulary_changes_no_divergence_or_gradient(beta, hidden):
+  """The gradient of padded tokens is 0; so are all gradients of a student equal to its teacher."""
 
   def pad(x):
     return jnp.pad(x, ((0, 0), (0, 0), (0, 3)), constant_values=hidden)
@@ -365,20 +364,20 @@ def top(k, temperature=1.0):
 
 
 @pytest.mark.parametrize('beta', [0.0, 0.5, 1.0])
-def test_topk_of_all_is_the_whole(beta):
-  def whole(s):
+def test_topk_jsd_of_all_tokens_equals_the_full_divergence(beta):
+  def full(s):
     return divergences.generalized_jsd(s, TEACHER, beta, 0.9).sum()
 
-  def part(s):
+  def topk(s):
     return divergences.topk_jsd(s, *top(11, 0.9), beta, 0.9).sum()
 
-  value, gradient = jax.value_and_grad(part)(STUDENT)
-  expected, theirs = jax.value_and_grad(whole)(STUDENT)
+  value, gradient = jax.value_and_grad(topk)(STUDENT)
+  expected, theirs = jax.value_and_grad(full)(STUDENT)
   close(value, expected)
   close(gradient, theirs)
 
 
-def test_topk_by_hand():
+def test_topk_jsd_by_hand():
   student = np.log([0.5, 0.2, 0.2, 0.1])[None]
   ids, logprobs = np.array([[2, 0]]), np.log([[0.6, 0.2]])
 
@@ -395,39 +394,39 @@ def test_topk_by_hand():
   close(run(0.5), (kl(t, m) + kl(s, m)) / 2)
 
 
-def test_tail_that_the_student_cannot_have():
-  """The teacher's last thousandth lies outside of the student's tokens."""
+def test_topk_tail_without_student_tokens_is_bounded():
+  """A thousandth of the teacher's mass lies outside of the top k, which hold all tokens of the student."""
   ids, logprobs = top(11)
 
   def loss(s):
     return divergences.topk_jsd(s, ids, logprobs - 1e-3, 0.0).sum()
 
   value, gradient = jax.value_and_grad(loss)(STUDENT)
-  whole = divergences.generalized_jsd(STUDENT, TEACHER, 0.0).sum()
-  assert whole < value < whole + 10 * 1e-3 * 100
+  full = divergences.generalized_jsd(STUDENT, TEACHER, 0.0).sum()
+  assert full < value < full + 10 * 1e-3 * 100
   assert np.abs(gradient).max() < 1
 
 
 @pytest.mark.parametrize('beta', [0.0, 0.5, 1.0])
 def test_extreme_logits_stay_finite(beta):
-  """A student sure of another token, and padding outside and in the top k."""
+  """The student is sure of another token, and padding (-1e30) is both outside and inside the top k."""
   student = STUDENT.at[..., 0].set(1e4).at[..., -1].set(-1e30)
   ids, logprobs = top(4)
 
-  def part(s):
+  def topk(s):
     return divergences.topk_jsd(s, ids, logprobs, beta, 1.0)
 
-  def whole(s):
+  def full(s):
     return divergences.generalized_jsd(s, TEACHER.at[..., -1].set(-1e30), beta)
 
-  for loss in (part, whole):
+  for loss in (topk, full):
     losses, pull = jax.vjp(loss, student)
     (gradient,) = pull(jnp.ones_like(losses))
     assert np.isfinite(losses).all() and np.isfinite(gradient).all()
 
 
-def test_weights_of_wpo():
-  """The product of both answers' exp(mean of log p - log sum p^2), at most 1; without gradient."""
+def test_wpo_weights_by_hand():
+  """The product over both answers of exp(mean of log p - log sum p^2), at most 1 and without gradient."""
   ids = np.array([[1, 1, 0, 2, 2, 3, 4, 4]])
   mask = np.array([[1, 1, 0, 1, 0, 1, 1, 1]])
   adjusted = np.array([[-0.5, -1.5, 9.0, 0.4, 9.0, 0.7, 0.1, 0.3]], np.float32)

@@ -1,4 +1,4 @@
-"""GRPO with one mesh to train on and another to sample on, same devices."""
+"""GRPO that trains on one mesh and samples on another, of the same devices: first-step checks and experts."""
 
 import pathlib
 import sys
@@ -18,7 +18,7 @@ MESHES = {
 
 @pytest.mark.parametrize('train', MESHES)
 def test_grpo_reshards_between_meshes(train, tmp_path):
-  """The step-0 checks run in float32: sampler and reference must agree."""
+  """Log-probs of sampler, trainer and reference agree in the first step, which runs in float32."""
   children.run(__file__, str(tmp_path), train, MESHES[train], devices=4)
   first, *_ = [row for row in metrics.read_rows(tmp_path / 'run' / 'metrics.jsonl') if row['split'] == 'train']
   assert first['sampler_mismatch'] == pytest.approx(1, abs=1e-5)
@@ -27,22 +27,21 @@ def test_grpo_reshards_between_meshes(train, tmp_path):
   assert first['reshard_bytes'] > 0
 
 
-def on(devices, folder, mesh):
-  """The training rows of GRPO with experts on so many devices."""
+def train_rows(devices, folder, mesh):
+  """Returns the training rows of a GRPO run on this number of devices."""
   children.run(__file__, str(folder), *mesh, devices=devices)
   return [row for row in metrics.read_rows(folder / 'run' / 'metrics.jsonl') if row['split'] == 'train']
 
 
-def test_experts_on_8_devices_learn_what_they_learn_on_one(tmp_path):
-  """The same samples and rewards, and a first step that is as near as sums in
-  another order are."""
-  (one,) = on(1, tmp_path / 'one', ('expert=1', 'expert=1', '1'))
-  (many,) = on(8, tmp_path / 'many', ('expert=4,fsdp=2', 'expert=2,data=4', '1'))
-  assert one['reward'] == many['reward']
-  assert one['completions/mean_length'] == many['completions/mean_length']
+def test_experts_on_8_devices_match_one_device(tmp_path):
+  """Samples and rewards are the same, and the first step differs only by the order of sums."""
+  (one_device,) = train_rows(1, tmp_path / 'one', ('expert=1', 'expert=1', '1'))
+  (eight_devices,) = train_rows(8, tmp_path / 'many', ('expert=4,fsdp=2', 'expert=2,data=4', '1'))
+  assert one_device['reward'] == eight_devices['reward']
+  assert one_device['completions/mean_length'] == eight_devices['completions/mean_length']
   for name in ('loss', 'grad_norm', 'entropy', 'router/entropy', 'router/max_load'):
-    assert many[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
-  assert many['grad_norm'] > 0
+    assert eight_devices[name] == pytest.approx(one_device[name], rel=1e-4, abs=1e-6), name
+  assert eight_devices['grad_norm'] > 0
 
 
 def main(workdir, train, rollout, steps='2'):

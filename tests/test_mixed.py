@@ -1,4 +1,4 @@
-"""Attention layers of two sizes: what tests/test_families.py does not see of them."""
+"""Gemma 4 (attention layers of two sizes): layer scan, caches, adapters, config fields and shared key-value layers."""
 
 import dataclasses
 import functools
@@ -25,27 +25,27 @@ VARIANTS = {'e': {}, 'experts': EXPERTS}
 
 
 @functools.cache
-def made(variant):
+def build(variant):
   model = model_lib.build(tiny.mixed(**VARIANTS[variant]))
   return model, tiny.params(model)
 
 
 @pytest.mark.parametrize('fields', [dict(attention_scale=0.5), dict(layer_windows=(3, 0, 3, 0))], ids=str)
-def test_every_field_counts(fields):
-  ids, (model, params) = tiny.tokens((1, 20)), made('e')
+def test_each_field_changes_the_logits(fields):
+  ids, (model, params) = tiny.tokens((1, 20)), build('e')
   other = model_lib.build(tiny.mixed(**fields))
-  right = tiny.logits(model, params, ids)
-  assert tiny.largest(tiny.logits(other, params, ids) - right) > 1e-3 * tiny.largest(right)
+  expected = tiny.logits(model, params, ids)
+  assert tiny.largest(tiny.logits(other, params, ids) - expected) > 1e-3 * tiny.largest(expected)
 
 
 @pytest.mark.parametrize('variant', VARIANTS)
-def test_layers_under_remat_are_those_in_a_row(variant):
-  """Forward and gradient, of rows with several documents: a scan over pairs of layers where none is shared."""
-  model, params = made(variant)
+def test_scanned_layers_with_remat_match_unrolled_layers(variant):
+  """Rows have several documents. Without shared layers, the scan is over pairs of layers."""
+  model, params = build(variant)
   ids = tiny.tokens((2, 20))
   segments = np.repeat([[1, 2, 3, 0]], 2, axis=0).repeat([3, 9, 6, 2], axis=1)
 
-  def both(**fields):
+  def grads_and_hidden(**fields):
     compute = dataclasses.replace(tiny.EXACT, **fields)
 
     def loss(p):
@@ -54,19 +54,19 @@ def test_layers_under_remat_are_those_in_a_row(variant):
 
     return jax.jit(jax.grad(loss, has_aux=True))(params)
 
-  grads, right = both()
-  again, found = both(unroll=False, remat='full')
-  assert tiny.largest(found - right) <= 1e-5 * tiny.largest(right)
+  grads, expected = grads_and_hidden()
+  scanned_grads, scanned = grads_and_hidden(unroll=False, remat='full')
+  assert tiny.largest(scanned - expected) <= 1e-5 * tiny.largest(expected)
   jax.tree.map(
-    lambda a, b: np.testing.assert_array_less(tiny.largest(a - b), 1e-4 * tiny.largest(b) + 1e-9), again, grads
+    lambda a, b: np.testing.assert_array_less(tiny.largest(a - b), 1e-4 * tiny.largest(b) + 1e-9), scanned_grads, grads
   )
   for stack in {*model.config.layer_stacks}:
-    assert not np.any(grads[stack]['scalar'])  # which is not trained
+    assert not np.any(grads[stack]['scalar'])  # the scale of a layer is not trained
 
 
 @pytest.mark.parametrize('variant, pages', [('e', 4), ('experts', 0)])
 def test_slots_have_caches_of_two_sizes(variant, pages):
-  model, params = made(variant)
+  model, params = build(variant)
   engine = proofs.engine(model, max_new_tokens=24, page_size=pages)
   engine.load(params, version=0)
   cache = engine.programs.init.outputs().cache
@@ -75,7 +75,7 @@ def test_slots_have_caches_of_two_sizes(variant, pages):
   proofs.check_slots(model, params, engine)
 
 
-def test_64_greedy_tokens_are_those_of_transformers(tmp_path):
+def test_64_greedy_tokens_equal_those_of_transformers(tmp_path):
   proofs.check_greedy_text(tiny.mixed(tie_embeddings=False), tmp_path)
 
 
@@ -84,18 +84,18 @@ def folder(tmp_path):
   return tiny.folder(tmp_path / 'model', family='gemma4_text', num_layers=4, num_kv_heads=2)
 
 
-def test_grpo(folder, tmp_path):
+def test_grpo_step_has_matching_sampler_and_trainer_logprobs(folder, tmp_path):
   proofs.check_grpo(folder, tmp_path / 'run', targets='q|o|side_gate')
 
 
 @pytest.mark.parametrize('quantized', ['', 'int8'])
-def test_adapters_and_quantized_bases(tmp_path, quantized):
+def test_adapters_match_merged_weights_on_plain_and_int8_bases(tmp_path, quantized):
   targets = 'q|k|o|gate|up|side_gate|side_out'
   params = proofs.check_adapters(tiny.mixed(lora=(2, 5.0, False, targets)), quantized, tmp_path)
   assert 'k' in params['lora']['local'] and 'k' not in params['lora']['local_shared']
 
 
-def test_a_resumed_run_is_the_same_to_the_bit(folder, tmp_path):
+def test_resumed_run_is_bitwise_identical(folder, tmp_path):
   proofs.check_resume(folder, tmp_path)
 
 
@@ -113,19 +113,19 @@ RAW = dict(
 )
 
 
-def test_published_fields_are_read():
+def test_published_config_fields_and_size_are_read():
   cfg, unread = config_json.from_hf(RAW, 'config.json')
   assert not unread and (cfg.full_head_dim, cfg.full_kv_heads, cfg.side_size) == (512, 1, 256)
   assert [cfg.place_in_cache(i) for i in (0, 14, 15, 19, 34)] == [0, 14, 13, 14, 14]
   assert len(cfg.layer_caches) == 15
   assert config_json.from_hf(config_export.to_hf(cfg), 'here') == (cfg, [])
-  # The embeddings of layers are looked up, and are no operand of a product.
+  # The per-layer embeddings are looked up, so they count as parameters, but add no FLOPs.
   assert transformer.num_params(cfg) == pytest.approx(4.63e9, rel=0.01)
   assert transformer.flops_per_token(cfg, 1024) == pytest.approx(2 * 2.3e9, rel=0.05)
 
 
-def test_numbers_of_layers_may_be_padded_with_zeros():
-  """`transformers` 5.23 writes them so for more than ten layers."""
+def test_layer_numbers_in_per_layer_config_may_have_leading_zeros():
+  """`transformers` 5.23 writes them with leading zeros for more than ten layers."""
   raw = {k: v for k, v in RAW.items() if k not in ('global_head_dim', 'num_global_key_value_heads')}
   full = [i for i, kind in enumerate(RAW['layer_types']) if kind == FULL]
   blocks = {f'{i:02}': dict(head_dim=512, num_key_value_heads=1) for i in full}
@@ -134,9 +134,9 @@ def test_numbers_of_layers_may_be_padded_with_zeros():
     config_json.from_hf(raw | dict(per_layer_config=blocks | {'00': blocks['04']}), 'here')
 
 
-def test_tensors_of_layers_without_keys_are_no_part_of_the_model(tmp_path):
-  """Published folders hold keys and values of layers that read those of others."""
-  model, params = made('e')
+def test_unused_key_tensors_of_shared_layers_are_ignored(tmp_path):
+  """Published folders hold keys and values for layers that use the keys and values of other layers."""
+  model, params = build('e')
   hf_export.save(tmp_path, model, params)
   tensors = safetensors.numpy.load_file(tmp_path / 'model.safetensors')
   tensors['model.layers.2.self_attn.k_proj.weight'] = np.zeros((20, 36), 'f')
@@ -164,20 +164,22 @@ def test_tensors_of_layers_without_keys_are_no_part_of_the_model(tmp_path):
     (dict(enable_moe_block=True, num_experts=4, top_k_experts=5, moe_intermediate_size=8), 'of 4 experts'),
   ],
 )
-def test_what_is_not_built_is_refused_by_name(fields, words):
+def test_unsupported_config_is_refused_with_its_field_name(fields, words):
   with pytest.raises(InputError, match=f'^config.json: .*{words}') as e:
     config_json.from_hf(RAW | fields, 'config.json')
   assert '\n' not in str(e.value)
 
 
-def test_a_layer_reads_its_own_part_of_the_side_inputs():
-  """Entry i of what is made for all layers goes to layer i, whichever stack it is in."""
-  model, params = made('e')
+def test_each_layer_gets_its_own_side_input():
+  """Entry i of the side inputs that are computed for all layers at once goes to layer i, whichever stack holds it."""
+  model, params = build('e')
   ids = tiny.tokens((1, 5))
   x = transformer.embed(params, ids, model.config, tiny.EXACT, transformer.unconstrained)
-  whole = mixed_attention.with_side_inputs(params, ids, x, model.config, tiny.EXACT, transformer.unconstrained)
-  listed = params | {'layers': [{} for _ in range(4)]}
-  each = mixed_attention.with_side_inputs(listed, ids, x, model.config, tiny.EXACT, transformer.unconstrained)
+  by_stack = mixed_attention.with_side_inputs(params, ids, x, model.config, tiny.EXACT, transformer.unconstrained)
+  unrolled_params = params | {'layers': [{} for _ in range(4)]}
+  by_layer = mixed_attention.with_side_inputs(
+    unrolled_params, ids, x, model.config, tiny.EXACT, transformer.unconstrained
+  )
   order = model.config.layer_stacks
   for i, stack in enumerate(order):
-    np.testing.assert_array_equal(each['layers'][i]['side'], whole[stack]['side'][order[:i].count(stack)])
+    np.testing.assert_array_equal(by_layer['layers'][i]['side'], by_stack[stack]['side'][order[:i].count(stack)])

@@ -1,6 +1,6 @@
-"""Mixtures of experts: products of groups, routing, losses of the router.
+"""Mixtures of experts: grouped products, routing, router losses and metrics, MXFP4 experts, and routing replay.
 
-Legend: N rows, E experts, D, F, B rows, T tokens, L layers, k experts a token.
+Legend: N rows, E experts, D hidden size, F expert size, B rows of a batch, T tokens, L layers, k experts per token.
 """
 
 import json
@@ -40,12 +40,12 @@ def model():
 SIZES = np.array([5, 0, 21, 1, 10], np.int32)
 
 
-# 0: ragged_dot. On GPUs, blocks of 1 are too many for copies of matrices, and are a loop.
+# Block 0 is ragged_dot. On GPUs, blocks of 1 are too many to copy a matrix for each, so they run as a loop.
 @pytest.mark.parametrize(
   'block, platform', [(0, 'tpu'), (1, 'cpu'), (8, 'cpu'), (64, 'cpu'), (1, 'gpu'), (8, 'gpu'), (64, 'gpu')]
 )
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_products_of_groups(block, platform, dtype):
+def test_grouped_products_and_gradients_match_one_matrix_per_row(block, platform, dtype):
   """Forward and backward, against a matrix for each row."""
   random = np.random.RandomState(0)
 
@@ -54,23 +54,23 @@ def test_products_of_groups(block, platform, dtype):
 
   x, w, g = draw(40, 12), draw(5, 12, 20), draw(40, 20)
   groups = np.repeat(np.arange(5), SIZES)
-  real = np.arange(40) < SIZES.sum()
+  in_a_group = np.arange(40) < SIZES.sum()
 
   def plain(x, w):
-    each = w[np.append(groups, [0] * 3)]
-    return jnp.where(real[:, None], jnp.einsum('nd,ndf->nf', x, each, precision='highest'), 0)
+    row_matrices = w[np.append(groups, [0] * 3)]
+    return jnp.where(in_a_group[:, None], jnp.einsum('nd,ndf->nf', x, row_matrices, precision='highest'), 0)
 
   compute = matmul.Compute(dtype=dtype, group_block=block or 32, ragged=not block, platform=platform)
   ours, back = jax.vjp(lambda x, w: grouped.grouped(x, w, jnp.asarray(SIZES), compute), x, w)
-  right, right_back = jax.vjp(plain, x, w)
+  expected, expected_back = jax.vjp(plain, x, w)
   assert ours.dtype == jnp.float32
-  for a, b in zip((ours, *back(g)), (right, *right_back(g))):
+  for a, b in zip((ours, *back(g)), (expected, *expected_back(g))):
     assert tiny.largest(a - b) <= 1e-5 * tiny.largest(b)
 
 
 def test_no_array_is_as_large_as_tokens_times_experts_times_hidden(model, params):
   """Arrays grow with k times the tokens and with the weights, not with E times the tokens."""
-  ids, e = tiny.tokens((20, 20)), model.config.experts
+  ids, experts = tiny.tokens((20, 20)), model.config.experts
 
   def sizes(jaxpr):
     for eqn in jaxpr.eqns:
@@ -86,12 +86,12 @@ def test_no_array_is_as_large_as_tokens_times_experts_times_hidden(model, params
     return jnp.sum(tiny.hidden(model, p, ids))
 
   largest = max(sizes(jax.make_jaxpr(jax.grad(loss))(params).jaxpr))
-  assert largest < 400 * (e.top_k + 1) * 32 < 400 * e.num * 32
+  assert largest < 400 * (experts.top_k + 1) * 32 < 400 * experts.num * 32
 
 
 @pytest.mark.parametrize('room', [7, 20])
-def test_rounds_are_the_same_sum(model, params, room):
-  """This holds for the middle half of the experts, if most tokens are routed to one of them."""
+def test_experts_in_rounds_compute_the_same_output_and_gradients(model, params, room):
+  """The experts are the middle half, and most tokens are routed to one of them."""
   random = np.random.RandomState(0)
   x, g = (random.standard_normal((20, 32)).astype('f') for _ in range(2))
   chosen = np.argsort(random.uniform(size=(20, 8)), axis=1)[:, :3]
@@ -110,8 +110,8 @@ def test_rounds_are_the_same_sum(model, params, room):
     return out, back(jnp.asarray(g))
 
   once, rounds = jax.jit(run, static_argnums=0)(0), jax.jit(run, static_argnums=0)(room)
-  alone = sum(np.where(np.any(chosen == e, 1), 1, 0) for e in range(2, 6)).sum()
-  assert alone > 20  # several rounds, the last one not full
+  local_rows = sum(np.where(np.any(chosen == e, 1), 1, 0) for e in range(2, 6)).sum()
+  assert local_rows > 20  # more than one round of either size, the last not full
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6 * tiny.largest(b)), rounds, once)
 
 
@@ -120,8 +120,8 @@ def one_layer_sums(logits, k, real):
   return routing_lib.totals(moe.Routing(chosen[None], logits[None]), real)
 
 
-def test_balance_loss_is_that_of_transformers():
-  """The loss of one layer, over all tokens except padding."""
+def test_balance_loss_equals_that_of_transformers():
+  """The loss is that of one layer, over all tokens except padding."""
   torch = pytest.importorskip('torch')
   from transformers.models.mixtral import modeling_mixtral
 
@@ -131,20 +131,20 @@ def test_balance_loss_is_that_of_transformers():
   theirs = modeling_mixtral.load_balancing_loss_func((torch.tensor(logits.reshape(-1, 6)),), 6, 2, torch.tensor(real))
   balance, z = routing_lib.balance_loss(sums, sums['tokens'])
   assert float(balance) == pytest.approx(float(theirs), rel=1e-6)
-  right = np.mean(np.log(np.sum(np.exp(logits[real]), -1)) ** 2)
-  assert float(z) == pytest.approx(right, rel=1e-6)
+  expected_z = np.mean(np.log(np.sum(np.exp(logits[real]), -1)) ** 2)
+  assert float(z) == pytest.approx(expected_z, rel=1e-6)
 
 
-def test_losses_of_the_router_add_up_over_micro_batches():
-  """Exactly, where the shares of the experts are those of the batch."""
+def test_router_losses_add_up_over_micro_batches():
+  """Both losses add up exactly if the expert shares of each micro-batch are those of the batch."""
   logits = np.random.RandomState(0).standard_normal((4, 7, 6)).astype('f')
   real = np.ones((4, 7), bool)
   real[1, 3:] = False
   twice = one_layer_sums(np.concatenate([logits, logits]), 2, np.concatenate([real, real]))
-  whole = routing_lib.balance_loss(twice, twice['tokens'])
-  half = routing_lib.balance_loss(one_layer_sums(logits, 2, real), twice['tokens'])
-  np.testing.assert_allclose(np.multiply(half, 2), whole, rtol=1e-6)
-  # And otherwise the z loss, and the sums that metrics are made of.
+  losses = routing_lib.balance_loss(twice, twice['tokens'])
+  losses_of_half = routing_lib.balance_loss(one_layer_sums(logits, 2, real), twice['tokens'])
+  np.testing.assert_allclose(np.multiply(losses_of_half, 2), losses, rtol=1e-6)
+  # With other shares, the z loss adds up, and so do the sums from which metrics are computed.
   parts = [one_layer_sums(logits[i : i + 2], 2, real[i : i + 2]) for i in (0, 2)]
   sums = one_layer_sums(logits, 2, real)
   jax.tree.map(lambda a, b, c: np.testing.assert_allclose(a + b, c, rtol=1e-6), *parts, sums)
@@ -152,15 +152,15 @@ def test_losses_of_the_router_add_up_over_micro_batches():
   assert float(sum(z)) == pytest.approx(float(routing_lib.balance_loss(sums, sums['tokens'])[1]), rel=1e-6)
 
 
-def test_figures_of_a_router():
-  """Two layers of 4 experts: one balanced, one with all on one of them. Of a batch without tokens they are finite."""
+def test_router_metrics_of_a_balanced_and_a_collapsed_layer():
+  """One layer is balanced, the other uses one expert of 4. A batch without tokens has finite metrics."""
   chosen = np.stack([np.arange(8) % 4, np.zeros(8, int)]).reshape(2, 1, 8, 1)
   routing = moe.Routing(jnp.asarray(chosen), jnp.zeros((2, 1, 8, 4)))
   empty = routing_lib.metrics(routing_lib.totals(routing, np.zeros((1, 8), bool)))
   loads = dict.fromkeys(('router/max_load', 'router/min_load'), 1.0)
   assert {name: float(x) for name, x in empty.items()} == dict.fromkeys(empty, 0.0) | loads
-  found = routing_lib.metrics(routing_lib.totals(routing, np.ones((1, 8), bool)))
-  assert {k: float(v) for k, v in found.items()} == pytest.approx(
+  metrics = routing_lib.metrics(routing_lib.totals(routing, np.ones((1, 8), bool)))
+  assert {k: float(v) for k, v in metrics.items()} == pytest.approx(
     {
       'router/max_load': 4,
       'router/min_load': 0,
@@ -172,12 +172,12 @@ def test_figures_of_a_router():
   )
 
 
-def test_losses_of_the_router_balance_it(model, params):
-  """A step against its gradient lowers it, and padding has no part in it."""
+def test_router_loss_falls_along_its_gradient_and_ignores_padding(model, params):
+  """A step against the gradient lowers the loss; tokens of padding change neither loss nor gradient."""
   ids = tiny.tokens((2, 16))
-  at = np.broadcast_to(np.arange(16, dtype=np.int32), ids.shape)
-  segments = (at < 10).astype(np.int32)
-  batch = Batch(ids, at, segments, np.zeros(ids.shape, np.float32))
+  positions = np.broadcast_to(np.arange(16, dtype=np.int32), ids.shape)
+  segments = (positions < 10).astype(np.int32)
+  batch = Batch(ids, positions, segments, np.zeros(ids.shape, np.float32))
 
   def run(batch, **fields):
     return jax.jit(
@@ -189,27 +189,27 @@ def test_losses_of_the_router_balance_it(model, params):
       )
     )(params, batch)
 
-  (off, _), none = run(batch)
-  assert off == 0 and not any(map(np.any, jax.tree.leaves(none)))
+  (loss_without_router, _), zero_grads = run(batch)
+  assert loss_without_router == 0 and not any(map(np.any, jax.tree.leaves(zero_grads)))
   (value, metrics), grads = run(batch, router=(1.0, 0.0))
   value = float(value)
-  assert value > model.config.experts.top_k  # what balance gives
+  assert value > model.config.experts.top_k  # the value for perfectly balanced experts
   assert metrics['router']['tokens'] == 20
   assert tiny.largest(grads['layers']['router']) > 0
   assert not np.any(grads['layers']['down'][-1])
-  (other, _), other_grads = run(batch.replace(tokens=np.where(segments, ids, 7)), router=(1.0, 0.0))
-  assert float(other) == pytest.approx(value, rel=1e-6)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * tiny.largest(b)), other_grads, grads)
-  moved = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+  (padded_loss, _), padded_grads = run(batch.replace(tokens=np.where(segments, ids, 7)), router=(1.0, 0.0))
+  assert float(padded_loss) == pytest.approx(value, rel=1e-6)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * tiny.largest(b)), padded_grads, grads)
+  stepped = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
   assert (
     train.make_loss(
       model, types.Objective(lambda o, a: (-o.logprobs, {}), router=(1.0, 0.0)), tiny.one_device(), tiny.EXACT
-    )(moved, batch)[0]
+    )(stepped, batch)[0]
     < value
   )
 
 
-def test_a_run_reports_its_router(tmp_path):
+def test_run_logs_router_metrics_and_refuses_router_losses_of_dense_models(tmp_path):
   import jaxpost
 
   path = tiny.folder(tmp_path / 'model', **SPARSE)
@@ -224,28 +224,28 @@ def test_a_run_reports_its_router(tmp_path):
     jaxpost.run(tiny.run_config(tiny.folder(tmp_path / 'dense'), router=dict(z_coef=0.1)), tmp_path / 'other')
 
 
-def test_work_is_that_of_the_experts_that_are_chosen():
+def test_active_parameters_and_flops_count_the_chosen_experts():
   billions = {'qwen3_30b_a3b': (30.5, 3.3), 'qwen3_235b_a22b': (235, 22), 'mixtral_8x7b': (46.7, 12.9)}
-  for name, (every, active) in billions.items():
+  for name, (total, active) in billions.items():
     cfg = presets.PRESETS[name]
-    assert transformer.num_params(cfg) / 1e9 == pytest.approx(every, rel=0.01)
+    assert transformer.num_params(cfg) / 1e9 == pytest.approx(total, rel=0.01)
     assert transformer.num_active(cfg, transformer.param_table(cfg)) / 1e9 == pytest.approx(active, rel=0.02)
     assert transformer.flops_per_token(cfg, 1) < 2.01e9 * active
 
 
 @pytest.mark.parametrize('fields', [dict(experts=Experts(8, 2, 24)), dict(experts=Experts(8, 3, 24, False))])
-def test_every_field_of_experts_counts(model, params, fields):
+def test_each_field_of_experts_changes_the_logits(model, params, fields):
   ids = tiny.tokens((1, 20))
   other = model_lib.build(tiny.config(**SPARSE | fields))
-  right = tiny.logits(model, params, ids)
-  assert tiny.largest(tiny.logits(other, params, ids) - right) > (1e-3 * tiny.largest(right))
+  expected = tiny.logits(model, params, ids)
+  assert tiny.largest(tiny.logits(other, params, ids) - expected) > (1e-3 * tiny.largest(expected))
 
 
 # ------------------------------------------------------------------ GPT-OSS
 
 
-def test_experts_in_mxfp4_are_those_of_transformers(tmp_path):
-  """A folder of 4-bit experts is one of the numbers that they stand for."""
+def test_mxfp4_experts_load_as_transformers_dequantizes_them(tmp_path):
+  """A folder of 4-bit experts loads as the folder of the numbers that they stand for."""
   torch = pytest.importorskip('torch')
   from transformers.integrations import mxfp4
 
@@ -276,7 +276,7 @@ def test_experts_in_mxfp4_are_those_of_transformers(tmp_path):
       tensors[path] = tensors[path].swapaxes(1, 2)
   shutil.copytree(tmp_path / 'plain', tmp_path / 'packed')
   for folder, values in ('plain', tensors), ('packed', packed):
-    (tmp_path / folder / 'checksums.json').unlink(missing_ok=True)  # what is written is of another writer
+    (tmp_path / folder / 'checksums.json').unlink(missing_ok=True)  # the files below are not written by the exporter
     safetensors.numpy.save_file(
       {k: np.ascontiguousarray(v) for k, v in values.items()}, tmp_path / folder / 'model.safetensors'
     )
@@ -287,45 +287,45 @@ def test_experts_in_mxfp4_are_those_of_transformers(tmp_path):
   def load(folder, layout):
     cfg = hf.read_config(tmp_path / folder)
     hf.check(tmp_path / folder, cfg)
-    made = model_lib.build(cfg)
-    return hf.load_params(tmp_path / folder, made, made.shardings(layout), 'float32')
+    loaded_model = model_lib.build(cfg)
+    return hf.load_params(tmp_path / folder, loaded_model, loaded_model.shardings(layout), 'float32')
 
-  one = tiny.one_device()
-  jax.tree.map(np.testing.assert_array_equal, load('packed', one), load('plain', one))
+  one_device = tiny.one_device()
+  jax.tree.map(np.testing.assert_array_equal, load('packed', one_device), load('plain', one_device))
   config.write_text(json.dumps(raw | {'quantization_config': {'quant_method': 'gptq'}}))
   with pytest.raises(InputError, match='gptq'):
     hf.read_config(tmp_path / 'packed')
 
 
-def test_parts_of_fused_tensors_are_read_alone(tmp_path):
-  """A shard of a mesh is such a part: a corner of experts, inputs and outputs."""
+def test_shards_of_fused_and_mxfp4_tensors_are_read_alone(tmp_path):
+  """A shard of a mesh is such a part: a block of experts, inputs and outputs."""
   cfg = tiny.config(
     family='gpt_oss', qk_norm='', tie_embeddings=False, experts=Experts(4, 2, 32, limit=7.0, alpha=1.702)
   )
-  kept = tensor_layout.table(cfg)['layers/up']
-  whole = np.random.RandomState(0).standard_normal((2, 4, 32, 64)).astype('f')
+  fused = tensor_layout.table(cfg)['layers/up']
+  unfused = np.random.RandomState(0).standard_normal((2, 4, 32, 64)).astype('f')
 
   class Slice(np.ndarray):
     def get_shape(self):
       return list(self.shape)
 
-  tensors = {name: x.view(Slice) for name, x in zip(kept.names, whole)}
+  tensors = {name: x.view(Slice) for name, x in zip(fused.names, unfused)}
   bounds = ((1, 2), (2, 4), (8, 24), (5, 9))
   np.testing.assert_array_equal(
-    tensor_reader.read(kept, tensors, bounds, np.float32), whole[1:2, 2:4, 8:24, 1::2][..., 5:9]
+    tensor_reader.read(fused, tensors, bounds, np.float32), unfused[1:2, 2:4, 8:24, 1::2][..., 5:9]
   )
   blocks = np.random.RandomState(0).randint(0, 256, (4, 8, 2, 16), np.uint8)
-  made = mxfp4_lib.Matrices(blocks.view(Slice), np.full((4, 8, 2), 127, np.uint8).view(Slice))
-  every = (slice(0, 4), slice(0, 64), slice(0, 8))
-  some = (slice(1, 3), slice(20, 50), slice(2, 5))
-  np.testing.assert_array_equal(made[some], made[every][some])
+  matrices = mxfp4_lib.Matrices(blocks.view(Slice), np.full((4, 8, 2), 127, np.uint8).view(Slice))
+  all_of_it = (slice(0, 4), slice(0, 64), slice(0, 8))
+  part = (slice(1, 3), slice(20, 50), slice(2, 5))
+  np.testing.assert_array_equal(matrices[part], matrices[all_of_it][part])
 
 
 # --------------------------------------------------------------------- replay
 
 
-def test_a_sampler_keeps_what_its_tokens_chose(model, params):
-  """At every position, and it is what training chooses in exact float32."""
+def test_sampler_records_the_experts_of_each_token_for_replay(model, params):
+  """At every position, the recorded experts are those that training chooses in exact float32."""
   settings = native.SamplerConfig(slots=2, max_prompt=8, max_new_tokens=6, stop_ids=(-2,), block=4)
   engine = native.NativeEngine(
     routing_replay.recording(model), settings, tiny.one_device('rollout'), tiny.EXACT, Ledger()
@@ -342,23 +342,23 @@ def test_a_sampler_keeps_what_its_tokens_chose(model, params):
   hidden, routing = jax.jit(
     lambda p: model.forward(p, batch.tokens, batch.positions, batch.segment_ids, compute=tiny.EXACT, routing=True)
   )(params)
-  real = batch.segment_ids > 0
-  np.testing.assert_array_equal(batch.experts[real], np.moveaxis(routing.chosen, 0, 2)[real])
+  is_token = batch.segment_ids > 0
+  np.testing.assert_array_equal(batch.experts[is_token], np.moveaxis(routing.chosen, 0, 2)[is_token])
   merged = merging.merge([rollout, rollout], [[0], [2]])
   np.testing.assert_array_equal(merged.experts, rollout.experts[[0, 1, 4, 5]])
-  # Training takes them, whatever its router would choose.
-  other = tiny.params(model, seed=1)['layers']['router']
-  drifted = params | {'layers': params['layers'] | {'router': other}}
+  # Training uses the recorded experts, whatever its own router would choose.
+  other_router = tiny.params(model, seed=1)['layers']['router']
+  drifted = params | {'layers': params['layers'] | {'router': other_router}}
   run = jax.jit(
     lambda p, batch: train.run_model(model, p, batch, tiny.one_device(), tiny.EXACT, dict(routing=True))[1].chosen
   )
   np.testing.assert_array_equal(np.moveaxis(run(drifted, batch), 0, 2), batch.experts)
-  free = run(drifted, batch.replace(experts=None))
-  assert np.any(np.moveaxis(free, 0, 2)[real] != batch.experts[real])
+  own_choice = run(drifted, batch.replace(experts=None))
+  assert np.any(np.moveaxis(own_choice, 0, 2)[is_token] != batch.experts[is_token])
 
 
-def test_rollouts_are_replayed(tmp_path, monkeypatch):
-  """In update and reference; with other experts the first step is wrong."""
+def test_grpo_replays_recorded_routing_in_update_and_reference(tmp_path, monkeypatch):
+  """If the recorded experts are changed, the checks of the first step fail."""
   import jaxpost
 
   path = tiny.folder(tmp_path / 'model', **SPARSE)
@@ -372,13 +372,13 @@ def test_rollouts_are_replayed(tmp_path, monkeypatch):
   run('right')
   row = json.loads((tmp_path / 'right/metrics.jsonl').read_text().splitlines()[0])
   assert abs(row['sampler_mismatch'] - 1) < 1e-5 and row['kl'] < 1e-9
-  right = batching.to_batch
+  to_batch = batching.to_batch
 
-  def wrong(*args):
-    batch = right(*args)
+  def to_batch_with_other_experts(*args):
+    batch = to_batch(*args)
     return batch.replace(experts=(batch.experts + 1) % 8)
 
-  monkeypatch.setattr(batching, 'to_batch', wrong)
+  monkeypatch.setattr(batching, 'to_batch', to_batch_with_other_experts)
   with pytest.raises(AssertionError, match='sampler_mismatch'):
     run('wrong')
   with pytest.raises(InputError, match='replay'):

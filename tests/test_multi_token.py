@@ -1,7 +1,7 @@
-"""The module that predicts the token after the next one: its loss and gradients, runs, folders, refusals.
+"""Multi-token prediction: the module that predicts the token after the next one, its loss, gradients, runs and folders.
 
 `transformers` has no such module. The reference is the published description (DeepSeek-V3, section 2.2) in torch and
-float64, with a layer of `transformers` as its block, on each document alone.
+float64, with a layer of `transformers` as its block, applied to each document alone.
 """
 
 import copy
@@ -34,20 +34,20 @@ from jaxpost.types import Batch
 
 KEY = 'config.nll.mtp_weight'
 WEIGHT = 0.3
-LAYERS = 3  # of a model that runs, before its module
+LAYERS = 3  # main layers of the models in runs; the module is the layer behind them
 HEADS = dict.fromkeys(('deepseek_v3', 'deepseek_v32'), dict(num_kv_heads=2))
 COPIES = {
   f'model.layers.{LAYERS}.embed_tokens.weight': 'model.embed_tokens.weight',
   f'model.layers.{LAYERS}.shared_head.head.weight': 'lm_head.weight',
 }
-LENGTHS = (7, 1, 2, 9)  # of the documents of a row, which padding follows
+LENGTHS = (7, 1, 2, 9)  # of the documents in a row; padding follows
 QWEN = {
   'enorm': 'mtp.pre_fc_norm_embedding',
   'hnorm': 'mtp.pre_fc_norm_hidden',
   'eh_proj': 'mtp.fc',
   'shared_head.norm': 'mtp.norm',
 }
-# Case of test_families.py -> how its model differs; the layer of the module is the last of `layer_types`.
+# Case of test_families.py -> fields in which its model differs; the last of `layer_types` is the layer of the module.
 CASES = {
   'deepseek_v3': {},
   'glm4_moe': {},
@@ -63,42 +63,42 @@ def objective(weight=WEIGHT):
 
 
 def batch_of(rows=1, seed=0):
-  """Packed documents; some tokens are not trained."""
+  """Returns rows of packed documents, in which about 30 % of the tokens are not trained."""
   size = sum(LENGTHS) + 3
   ids, mask = tiny.tokens((rows, size), seed=seed), np.random.RandomState(seed + 1).random((rows, size)) < 0.7
   ends = np.cumsum(LENGTHS)
   segments = np.digitize(np.arange(size), ends) + 1
   positions = np.concatenate([*map(np.arange, LENGTHS), np.zeros(3, int)])
-  real = np.arange(size) < ends[-1]
-  mask = (mask & real & (positions > 0)).astype(np.float32)
+  in_document = np.arange(size) < ends[-1]
+  mask = (mask & in_document & (positions > 0)).astype(np.float32)
   shape = (rows, size)
   return Batch(
-    tokens=np.where(real, ids, 0).astype(np.int32),
+    tokens=np.where(in_document, ids, 0).astype(np.int32),
     positions=np.broadcast_to(positions, shape).astype(np.int32),
-    segment_ids=np.broadcast_to(np.where(real, segments, 0), shape).astype(np.int32),
+    segment_ids=np.broadcast_to(np.where(in_document, segments, 0), shape).astype(np.int32),
     loss_weights=mask / mask.sum(),
   )
 
 
 class Reference:
-  """A model of `transformers` whose last layer is the block of the module, and the module's other parts."""
+  """A model of `transformers` whose last layer is the block of the module, with the module's other parts beside it."""
 
   def __init__(self, case, folder):
     import test_families
     import torch
 
     kind, fields = test_families.CASES[case]
-    more = copy.deepcopy(CASES[case])
-    self.layers = fields.get('num_hidden_layers', 2) if not more else more['num_hidden_layers'] - 1
-    if more:
-      more['layer_types'] = (more['layer_types'] * 2)[: self.layers] + ['full_attention']
-    fields = fields | more | dict(num_hidden_layers=self.layers + 1)
+    changes = copy.deepcopy(CASES[case])
+    self.layers = fields.get('num_hidden_layers', 2) if not changes else changes['num_hidden_layers'] - 1
+    if changes:
+      changes['layer_types'] = (changes['layer_types'] * 2)[: self.layers] + ['full_attention']
+    fields = fields | changes | dict(num_hidden_layers=self.layers + 1)
     with pytest.MonkeyPatch.context() as patch:
       patch.setitem(test_families.CASES, case, (kind, fields))
       self.network = test_families.make(case, folder).double()
-    self.network.config._experts_implementation = 'eager'  # grouped products are not for float64
+    self.network.config._experts_implementation = 'eager'  # its grouped products do not support float64
     for path, value in self.network.named_buffers():
-      if path.endswith('correction_bias'):  # has its value in float32
+      if path.endswith('correction_bias'):  # rounds the value to float32, as in jaxpost
         value.copy_(value.float())
     width = self.network.config.hidden_size
     norm = type(self.network.model.norm)
@@ -108,11 +108,11 @@ class Reference:
     for p in self.parts.parameters():
       p.data = 0.4 * torch.randn_like(p) + (p.dim() == 1)
     self.parts.double()
-    self.names = QWEN if more else {}
+    self.names = QWEN if changes else {}
 
   def through(self, x, layers, norm):
     model = self.network.model
-    kept = model.layers, model.norm, model.config.num_hidden_layers
+    saved = model.layers, model.norm, model.config.num_hidden_layers
     types = getattr(model.config, 'layer_types', None)
     import torch
 
@@ -121,13 +121,13 @@ class Reference:
     if types:
       model.config.layer_types = [types[i] for i in layers]
     out = model(inputs_embeds=x, use_cache=False).last_hidden_state
-    model.layers, model.norm, model.config.num_hidden_layers = kept
+    model.layers, model.norm, model.config.num_hidden_layers = saved
     if types:
       model.config.layer_types = types
     return out
 
   def loss(self, batch):
-    """Sums over documents the weighted cross entropies of the next token, and of the one after it."""
+    """Returns the weighted cross entropies of the next token, and of the token after it, summed over documents."""
     import torch
 
     main, module = 0.0, 0.0
@@ -150,7 +150,7 @@ class Reference:
     return main, module
 
   def named(self, tensors, parts):
-    """Renames the tensors of the network, and of the parts, to those of a published folder."""
+    """Renames tensors of the network, and of the other parts, as in a published folder."""
     block, out = f'model.layers.{self.layers}.', {}
     for name, x in tensors.items():
       if self.names and name.startswith(block):
@@ -164,7 +164,7 @@ class Reference:
 
 
 def write(reference, folder, target):
-  """Writes a folder as it is published: of the model, with the module's tensors and their count."""
+  """Writes a folder as models are published, with the module's tensors and their count; returns the tensors."""
   parts = {name: p.detach().numpy() for name, p in reference.parts.named_parameters()}
   tensors = reference.named(safetensors.numpy.load_file(folder / 'model.safetensors'), parts)
   if not reference.names:
@@ -184,8 +184,8 @@ def write(reference, folder, target):
 
 
 @pytest.mark.parametrize('case', [pytest.param('deepseek_v3', marks=pytest.mark.ci), *list(CASES)[1:]])
-def test_loss_and_gradients_are_those_of_the_description(case, tmp_path):
-  """Packed documents are each document alone; an export has the same names and bits."""
+def test_mtp_loss_gradients_and_export_match_the_float64_reference(case, tmp_path):
+  """Packed documents give what each document gives alone; an export has the same names and bits."""
   pytest.importorskip('torch')
   import test_families
 
@@ -208,10 +208,10 @@ def test_loss_and_gradients_are_those_of_the_description(case, tmp_path):
 
   (main + WEIGHT * module).backward()
   parts = {name: p.grad.numpy() for name, p in reference.parts.named_parameters()}
-  right = reference.named(test_families.stored_gradients(reference.network), parts)
-  found = dict(hf_export.export_tensors(tensor_layout.table(cfg), grads, np.dtype('float32')))
-  for name, x in right.items():
-    assert tiny.largest(found[name] - x) <= 1e-3 * tiny.largest(x) + 1e-9, name
+  expected = reference.named(test_families.stored_gradients(reference.network), parts)
+  exported_grads = dict(hf_export.export_tensors(tensor_layout.table(cfg), grads, np.dtype('float32')))
+  for name, x in expected.items():
+    assert tiny.largest(exported_grads[name] - x) <= 1e-3 * tiny.largest(x) + 1e-9, name
 
 
 MESHES = (
@@ -222,14 +222,14 @@ MESHES = (
 )
 
 
-def test_eight_devices_are_one():
+def test_mtp_on_eight_devices_matches_one_device():
   run = children.run(__file__, devices=8, timeout=600)
   assert run.stdout.split('\n')[:-1] == [f'{mesh} ok' for mesh in MESHES]
   assert 'Involuntary full rematerialization' not in run.stderr
 
 
 def main():
-  """Prints whether loss and gradients on each of the meshes are those on one device."""
+  """Prints for each mesh whether loss and gradients equal those on one device."""
   heads = dict(num_heads=8, vocab_size=150, vocab_multiple=192, more_heads=('mtp',))
   tied = tiny.config(**heads, family='glm4_moe', num_kv_heads=4)
   models = dict(latent=tiny.latent(**heads, num_kv_heads=8), tied=tied, hybrid=tiny.hybrid(more_heads=('mtp',)))
@@ -245,12 +245,13 @@ def main():
       run = jax.jit(jax.value_and_grad(loss, has_aux=True), out_shardings=(None, model.shardings(layout)))
       return to_host(run(placed, layout.put(batch, 'batch', None)))
 
-    ((one, _), right), ((eight, _), found) = gradient(tiny.one_device()), gradient(make_layout(mesh, 'train'))
-    off = {'loss': abs(one / eight - 1)}
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(right)):
-      off[jax.tree_util.keystr(path)] = tiny.largest(a - b) / (tiny.largest(b) or 1)
-    wrong = {path: float(x) for path, x in off.items() if not x <= 1e-5}
-    print(text, wrong or 'ok', flush=True)
+    (one_loss, _), one_grads = gradient(tiny.one_device())
+    (eight_loss, _), eight_grads = gradient(make_layout(mesh, 'train'))
+    errors = {'loss': abs(one_loss / eight_loss - 1)}
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(eight_grads), jax.tree.leaves(one_grads)):
+      errors[jax.tree_util.keystr(path)] = tiny.largest(a - b) / (tiny.largest(b) or 1)
+    large_errors = {path: float(x) for path, x in errors.items() if not x <= 1e-5}
+    print(text, large_errors or 'ok', flush=True)
 
 
 def folder_with_module(path, family='deepseek_v3'):
@@ -270,21 +271,21 @@ def config_of(folder, **over):
 
 
 def is_of_module(name):
-  """True for what the module has of its own."""
+  """Whether a tensor belongs to the module alone, and is not a copy."""
   return name.startswith(('mtp.', f'model.layers.{LAYERS}.')) and name not in COPIES
 
 
 @pytest.mark.parametrize('family', ['deepseek_v3', 'qwen3_5_text'])
-def test_a_resumed_run_is_the_same_and_exports_the_trained_module(family, tmp_path):
+def test_resumed_run_is_bitwise_identical_and_exports_the_trained_module(family, tmp_path):
   folder = folder_with_module(tmp_path / 'model', family)
   before = proofs.tensors(tmp_path / 'model')
   after = proofs.check_resume(folder, tmp_path, nll=dict(mtp_weight=WEIGHT))
   assert after.keys() == before.keys()
-  moved = {name for name, x in after.items() if is_of_module(name) and np.any(x != before[name])}
-  fixed = {name for name in after if is_of_module(name)} - moved
-  # Adam moves no expert that no token has chosen.
-  assert moved and not [x for x in fixed if not (x.endswith('correction_bias') or '.experts.' in x)]
-  assert family != 'deepseek_v3' or any('.experts.' in name for name in moved)
+  changed = {name for name, x in after.items() if is_of_module(name) and np.any(x != before[name])}
+  unchanged = {name for name in after if is_of_module(name)} - changed
+  # Adam does not change experts that no token has chosen.
+  assert changed and not [x for x in unchanged if not (x.endswith('correction_bias') or '.experts.' in x)]
+  assert family != 'deepseek_v3' or any('.experts.' in name for name in changed)
   if family == 'deepseek_v3':
     for copy, name in COPIES.items():
       np.testing.assert_array_equal(after[copy], after[name])
@@ -294,42 +295,44 @@ def test_a_resumed_run_is_the_same_and_exports_the_trained_module(family, tmp_pa
 
 
 def check_later_stage(folder, later):
-  """Runs a stage behind one that trains the module, which the later one keeps; returns the exports of both."""
-  one = config_of(str(folder_with_module(folder / 'model')), train=dict(steps=1))
-  jaxpost.run(one, folder / 'one')
-  jaxpost.run(tiny.merged(one, dict(stages=('a', 'b'), a={}, b=later)), folder / 'two')
+  """Runs a stage after one that trains the module; checks that it keeps the module, and returns its export."""
+  first_config = config_of(str(folder_with_module(folder / 'model')), train=dict(steps=1))
+  jaxpost.run(first_config, folder / 'one')
+  jaxpost.run(tiny.merged(first_config, dict(stages=('a', 'b'), a={}, b=later)), folder / 'two')
   first, second = (proofs.exported(folder / name) for name in ('one', 'two'))
   assert first.keys() == second.keys()
-  own = list(filter(is_of_module, first))
-  assert own and any(np.any(first[name] != second[name]) for name in first)
-  jax.tree.map(np.testing.assert_array_equal, [first[name] for name in own], [second[name] for name in own])
+  module_tensors = list(filter(is_of_module, first))
+  assert module_tensors and any(np.any(first[name] != second[name]) for name in first)
+  jax.tree.map(
+    np.testing.assert_array_equal, [first[name] for name in module_tensors], [second[name] for name in module_tensors]
+  )
   return second
 
 
 @pytest.mark.ci
-def test_a_later_stage_samples_without_the_module_and_keeps_it(tmp_path):
-  """GRPO behind it is GRPO that starts from its export."""
+def test_later_grpo_stage_keeps_the_module_unchanged(tmp_path):
+  """The GRPO stage gives what GRPO gives that starts from the export of the first stage."""
   later = dict(algorithm='grpo', reward=tiny.low_share, train=dict(steps=1, row_length=0))
   later |= dict(rollout=dict(prompts=2, group_size=2))
-  found = check_later_stage(tmp_path, later)
-  alone = tiny.run_config(str(tmp_path / 'one/export'), save=dict(export=True), stages=('b',), b=later)
-  jaxpost.run(alone, tmp_path / 'alone')
+  second_stage = check_later_stage(tmp_path, later)
+  grpo_alone = tiny.run_config(str(tmp_path / 'one/export'), save=dict(export=True), stages=('b',), b=later)
+  jaxpost.run(grpo_alone, tmp_path / 'alone')
   for name, x in proofs.exported(tmp_path / 'alone').items():
-    if name not in COPIES:  # a module that a run has not read is exported as it was, with its copies
-      np.testing.assert_array_equal(found[name], x, name)
+    if name not in COPIES:  # a run without the module exports it as it was stored, and its copies, too
+      np.testing.assert_array_equal(second_stage[name], x, name)
 
 
 @pytest.mark.parametrize('quantize', ['', 'int8'])
-def test_adapters_of_a_later_stage_leave_the_module_alone(quantize, tmp_path):
+def test_later_lora_stage_keeps_the_module_unchanged(quantize, tmp_path):
   later = dict(lora=dict(rank=2, targets='q_a,o'), model=dict(quantize=quantize), nll=dict(mtp_weight=0.0))
   check_later_stage(tmp_path, later | dict(train=dict(steps=1)))
 
 
 @pytest.mark.parametrize('over', [dict(train=dict(micro_batch_size=1)), dict(model=dict(remat='full'))])
-def test_micro_batches_and_recomputation_change_nothing(over, tmp_path):
+def test_micro_batches_and_remat_change_no_mtp_metric(over, tmp_path):
   folder = folder_with_module(tmp_path / 'model')
-  for name, more in ('whole', {}), ('other', over):
-    jaxpost.run(tiny.merged(config_of(folder), more), tmp_path / name)
+  for name, fields in ('whole', {}), ('other', over):
+    jaxpost.run(tiny.merged(config_of(folder), fields), tmp_path / name)
   whole, other = (metrics.read_rows(tmp_path / name / 'metrics.jsonl') for name in ('whole', 'other'))
   for one, two in zip(whole, other, strict=True):
     for key in one.keys() & {'loss', 'nll', 'mtp_nll', 'grad_norm'}:
@@ -337,7 +340,7 @@ def test_micro_batches_and_recomputation_change_nothing(over, tmp_path):
   assert whole[0]['mtp_nll'] > 0
 
 
-def test_rejection_sampling_trains_it(tmp_path):
+def test_rejection_sampling_trains_the_module(tmp_path):
   over = dict(algorithm='rft', reward=tiny.low_share, rl=dict(keep_reward=0.0), train=dict(steps=1, row_length=0))
   config = config_of(folder_with_module(tmp_path / 'model'), **over, rollout=dict(prompts=2, group_size=2))
   jaxpost.run(config, tmp_path / 'run')
@@ -345,22 +348,22 @@ def test_rejection_sampling_trains_it(tmp_path):
 
 
 @pytest.mark.parametrize('make', [tiny.latent, tiny.hybrid])
-def test_work_is_counted_where_it_is_trained(make):
+def test_flops_of_the_module_count_only_if_it_is_trained(make):
   cfg = make(more_heads=('mtp',))
   plain = model_lib.build(dataclasses.replace(cfg, more_heads=()))
-  trained, kept = (model_lib.freeze(model_lib.build(cfg), '', ahead) for ahead in (True, False))
-  assert kept.flops_of_update(10) == plain.flops_of_update(10)
+  trained, untrained = (model_lib.freeze(model_lib.build(cfg), '', trains_mtp) for trains_mtp in (True, False))
+  assert untrained.flops_of_update(10) == plain.flops_of_update(10)
 
   share = cfg.experts.top_k / cfg.experts.num if cfg.experts else 1
   rows = {path: spec for path, spec in trained.table.items() if path.startswith('mtp/')}
   used = sum(math.prod(x.shape) * (share if 'expert' in x.axes else 1) for x in rows.values())
   attention = 2 * cfg.num_heads * cfg.layer_widths[list(cfg.layer_stacks).index('layers')] * 10
   head = 2 * cfg.padded_vocab_size * cfg.hidden_size
-  right = plain.flops_of_update(10) + 3 * (2 * used + attention + head)
-  np.testing.assert_allclose(trained.flops_of_update(10), right, rtol=1e-6)
+  expected = plain.flops_of_update(10) + 3 * (2 * used + attention + head)
+  np.testing.assert_allclose(trained.flops_of_update(10), expected, rtol=1e-6)
 
 
-def test_a_model_of_your_own_may_have_a_part_of_that_name():
+def test_custom_model_may_have_a_layer_called_mtp():
   class Net(nn.Module):
     @nn.compact
     def __call__(self, tokens, positions, segment_ids):
@@ -371,7 +374,7 @@ def test_a_model_of_your_own_may_have_a_part_of_that_name():
   assert not model.frozen and not model.trains_mtp and model.flops_of_update(10) > 0
 
 
-def test_saved_configs_of_before_have_their_value_head():
+def test_saved_config_of_an_older_version_restores_its_value_head():
   cfg = tiny.config()
   fields = json.loads(json.dumps(dataclasses.asdict(cfg)))
   del fields['more_heads']
@@ -379,8 +382,8 @@ def test_saved_configs_of_before_have_their_value_head():
   assert saved_config.from_json(fields | dict(value_head=False)) == cfg
 
 
-def test_an_export_counts_the_module_that_it_has(tmp_path):
-  """Weights of a run may have one that the folder in `model.path` lacks."""
+def test_export_config_counts_a_module_that_the_base_folder_lacks(tmp_path):
+  """The weights of a run may have a module that the folder in `model.path` lacks."""
   folder = pathlib.Path(tiny.folder(tmp_path / 'model', family='deepseek_v3', num_layers=LAYERS, num_kv_heads=2))
   cfg = hf.read_config(folder)
   model = model_lib.build(dataclasses.replace(cfg, more_heads=('mtp',)))
@@ -389,19 +392,19 @@ def test_an_export_counts_the_module_that_it_has(tmp_path):
   assert predictors.with_module(hf.read_config(tmp_path / 'export'), tmp_path / 'export', KEY) == model.config
 
 
-def test_a_module_in_float8_is_not_exported(tmp_path, caplog):
-  """An export has no scales of its blocks."""
+def test_float8_module_is_not_exported(tmp_path, caplog):
+  """An export would lack the scales of its blocks."""
   folder_with_module(tmp_path / 'model', 'qwen3_5_text')
   with multimodal.Origin(tmp_path / 'model') as origin:
-    found = origin.others((), '')
-    assert found and origin.without_float8(found) == found
-    name, tensor = next(iter(found.items()))
+    tensors = origin.others((), '')
+    assert tensors and origin.without_float8(tensors) == tensors
+    name, tensor = next(iter(tensors.items()))
     assert not origin.without_float8({name: dataclasses.replace(tensor, dtype='F8_E4M3')})
   assert 'are in float8' in caplog.text
 
 
-def test_the_module_of_a_multimodal_folder_is_trained(tmp_path):
-  """Its names have no prefix there."""
+def test_module_of_a_multimodal_folder_is_trained_and_exported(tmp_path):
+  """The names of its tensors have no prefix there, unlike those of the language model."""
   folder_with_module(tmp_path / 'text', 'qwen3_5_text')
   target = tmp_path / 'model'
   target.mkdir()
@@ -435,7 +438,7 @@ def test_the_module_of_a_multimodal_folder_is_trained(tmp_path):
     ('deepseek_v3', dict(init_from='RUN'), 'these weights are of a run without a module'),
   ],
 )
-def test_what_cannot_be_trained_is_refused_by_name(family, over, text, tmp_path):
+def test_unsupported_mtp_config_is_refused_with_its_reason(family, over, text, tmp_path):
   folder = tiny.folder(tmp_path / 'model', family=family, num_layers=LAYERS, **HEADS.get(family, {}))
   if over.get('init_from'):
     over = dict(init_from=str(tmp_path / 'run'))

@@ -1,4 +1,4 @@
-"""Plans: topologies by name, HLO counted with loop turns, roofline, the CLI."""
+"""Plans (`launch.plan`): topologies by name, costs counted in HLO, the roofline, memory, meshes, and the command."""
 
 import io
 import json
@@ -26,8 +26,8 @@ from jaxpost.rollout import buckets
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 
 
-def run(code, *args, devices=1, **env):
-  """A program in a process of its own; what it prints."""
+def run_code(code, *args, devices=1, **env):
+  """Runs `code` in a process of its own and returns what it prints."""
   done = subprocess.run(
     [sys.executable, '-c', code, *args],
     capture_output=True,
@@ -67,7 +67,7 @@ def plan(*args):
     ('v5p-8', 1, 4),
   ],
 )
-def test_topology(text, slices, count):
+def test_topology_text_is_parsed(text, slices, count):
   topology = machines.parse(text, slices)
   assert topology.chips == count and topology.slices == slices
   assert topology.gpu == ('h' in text.lower())
@@ -100,21 +100,21 @@ def test_unknown_topology_is_refused(text, slices, words):
 
 
 @pytest.mark.parametrize('text, package', [('8xH100', "'jax[cuda13]'"), ('v6e:2x2', "-e '.[plan]' in a clone")])
-def test_without_the_compiler_of_a_machine(text, package, monkeypatch):
+def test_missing_compiler_error_names_the_package_and_fits(text, package, monkeypatch):
   """The error names what to install, and the command that needs no compiler."""
 
-  def lacking(*args, **kwargs):
+  def raise_not_implemented(*args, **kwargs):
     raise RuntimeError('topology not implemented')
 
-  monkeypatch.setattr('jax.experimental.topologies.get_topology_desc', lacking)
+  monkeypatch.setattr('jax.experimental.topologies.get_topology_desc', raise_not_implemented)
   monkeypatch.setattr(machines, '_describe_gpu', lambda: None)
   with pytest.raises(InputError) as error:
     machines.devices(machines.parse(text))
   assert f'comes with pip install {package}' in str(error.value) and 'launch.plan --fits' in str(error.value)
 
 
-def test_peak_of_a_device_by_its_kind():
-  """'TPU v5' is v5p, and is part of the name of v5e."""
+def test_chip_is_found_by_jax_device_kind():
+  """JAX calls v5p 'TPU v5', which is also part of its name for v5e."""
   assert chips.of_kind('TPU v5 lite').flops == 197e12
   assert chips.of_kind('TPU v5').flops == 459e12
   assert chips.of_kind('NVIDIA H100 80GB HBM3').flops == 989e12
@@ -136,7 +136,7 @@ def test_peak_of_a_device_by_its_kind():
   assert chips.of_kind('NVIDIA T400 4GB') is None
 
 
-def test_shapes_by_any_of_their_names():
+def test_published_shapes_are_found_under_each_of_their_names():
   for name in ('qwen3_8b', 'Qwen/Qwen3-8B', 'qwen3-8b'):
     assert dry_run.named_shape(name).hidden_size == 4096
   for name in ('llama3_70b', 'meta-llama/Meta-Llama-3-70B-Instruct'):
@@ -146,16 +146,16 @@ def test_shapes_by_any_of_their_names():
     dry_run.shape_of('qwen3_8', 'config.model.path')
 
 
-def test_what_is_on_this_disk_has_its_own_shape(tmp_path, monkeypatch):
-  """A folder by a path from here, with or without a dot, and a run, as for `launch.train`."""
+def test_shape_of_a_local_model_or_run_is_read_from_disk(tmp_path, monkeypatch):
+  """A model may be a relative path, with or without a dot, and the start may be a run, as for `launch.train`."""
   shutil.copytree(tiny.folder(tmp_path / 'model'), tmp_path / 'models' / 'mine')
-  wanted = json.loads((tmp_path / 'models/mine/config.json').read_text())['hidden_size']
+  hidden_size = json.loads((tmp_path / 'models/mine/config.json').read_text())['hidden_size']
   monkeypatch.chdir(tmp_path)
   stages.run(tiny.run_config('models/mine', train=dict(steps=1), eval=dict(data=dict(path=''))), tmp_path / 'runs/one')
   for model, start in (('models/mine', ''), ('./models/mine', ''), ('qwen3_8b', 'runs/one')):
     config = tiny.run_config(model, init_from=start)
-    (found,) = dry_run.prepare_all(config)
-    assert found.inputs.model.config.hidden_size == wanted
+    (prepared,) = dry_run.prepare_all(config)
+    assert prepared.inputs.model.config.hidden_size == hidden_size
 
 
 @pytest.mark.parametrize(
@@ -202,13 +202,13 @@ print(json.dumps(dict(
 """
 
 
-def test_loops_count_as_often_as_they_turn():
-  found = json.loads(run(_LOOPS))
+def test_flops_of_a_loop_are_multiplied_by_its_trip_count():
+  counts = json.loads(run_code(_LOOPS))
   product = 2 * 16 * 32 * 32
-  assert found['known'] == 36 * product  # a loop of unknown length counts once
-  assert found['unknown'] == 1
-  assert found['told'] == 38 * product
-  assert found['xla'] < 4 * product  # which is why this is counted here
+  assert counts['known'] == 36 * product  # 7 x 5, and a loop of unknown length counts once
+  assert counts['unknown'] == 1
+  assert counts['told'] == 38 * product  # with the unknown length given as 3
+  assert counts['xla'] < 4 * product  # XLA counts each loop body once, which is why `cost` counts itself
 
 
 _COLLECTIVES = """
@@ -236,14 +236,13 @@ print(json.dumps({k: {a: x[:2] for a, x in v.items()}
 """
 
 
-def test_collectives_by_kind_and_axis():
-  found = json.loads(run(_COLLECTIVES, devices=8))
-  gathered = found['all-gather']['fsdp']
-  times = gathered[1]
-  assert times in (1, 6)  # XLA may take it out of the loop
-  assert gathered[0] == times * 3 * 8 * 32 * 4  # three shards of four
-  assert found['all-reduce']['data'] == [6 * 16 * 32 * 4, 6]  # 2 b (2 - 1) / 2
-  assert found['reduce-scatter']['fsdp'] == [16 * 32 * 4 * 3 / 4, 1]
+def test_collective_bytes_are_counted_by_kind_and_mesh_axis():
+  traffic = json.loads(run_code(_COLLECTIVES, devices=8))
+  gathered_bytes, gathers = traffic['all-gather']['fsdp']
+  assert gathers in (1, 6)  # XLA may move the all-gather out of the loop
+  assert gathered_bytes == gathers * 3 * 8 * 32 * 4  # a device receives three of the four shards
+  assert traffic['all-reduce']['data'] == [6 * 16 * 32 * 4, 6]  # 2 b (n - 1) / n of b bytes, for n = 2
+  assert traffic['reduce-scatter']['fsdp'] == [16 * 32 * 4 * 3 / 4, 1]
 
 
 @pytest.mark.parametrize(
@@ -257,40 +256,40 @@ def test_collectives_by_kind_and_axis():
     ("replica_groups=mesh['axis_0'=1,'axis_1'=8,'axis_2'=2] {'axis_1','axis_2'}, use", tuple(range(16))),
   ],
 )
-def test_groups_of_devices(text, group):
+def test_replica_groups_are_parsed_in_each_hlo_syntax(text, group):
   op = hlo.Op('x', 'all-reduce', (), (), f', channel_id=1, {text}', inner='', root=False)
   assert hlo.group_of(op) == group
 
 
 @pytest.mark.parametrize(
-  'target, does, group, sent',
+  'target, kind, group, sent',
   [
-    ('{1,2}x{0:3}', 'ALL_REDUCE', (0, 4), 4096),  # 2 b (2 - 1) / 2
+    ('{1,2}x{0:3}', 'ALL_REDUCE', (0, 4), 4096),  # 2 b (n - 1) / n of b = 4096 bytes, for n = 2
     ('{0:3}x{0:7}', 'ALL_REDUCE', (0, 8, 16, 24), 6144),
     ('{0,1}x{0:3}', 'ALL_GATHER', (0, 4), 4096),
   ],
 )
-def test_what_is_sent_between_slices(target, does, group, sent):
-  about = (
+def test_megascale_transfers_between_tpu_slices_count_as_collectives(target, kind, group, sent):
+  attributes = (
     f'is_host_transfer=true, frontend_attributes={{'
     f'_xla_megascale_target="{target}",'
-    f'_xla_megascale_transfer_type="{does}"}}'
+    f'_xla_megascale_transfer_type="{kind}"}}'
   )
-  found = cost.count(f"""HloModule m
+  collectives = cost.count(f"""HloModule m
 
 ENTRY %main (p: f32[1024]) -> f32[1024] {{
   %p = f32[1024]{{0}} parameter(0)
   %t = token[] after-all()
-  %a = (f32[1024]{{0}}, u32[], token[]) send(%p, %t), channel_id=6, {about}
-  %b = (f32[1024]{{0}}, u32[], token[]) recv(%t), channel_id=7, {about}
+  %a = (f32[1024]{{0}}, u32[], token[]) send(%p, %t), channel_id=6, {attributes}
+  %b = (f32[1024]{{0}}, u32[], token[]) recv(%t), channel_id=7, {attributes}
   ROOT %x = f32[1024]{{0}} get-tuple-element(%b), index=0
 }}
 """).collectives
-  assert found == {(does.lower().replace('_', '-'), group): [sent, 1]}
+  assert collectives == {(kind.lower().replace('_', '-'), group): [sent, 1]}
 
 
-def test_what_xla_for_tpu_writes():
-  """Tiled layouts, fast memory, cycles, a counter that takes two at a time."""
+def test_hlo_of_the_tpu_compiler_is_counted():
+  """Tiled layouts, fast memory, estimated cycles, asynchronous copies, and a loop counter that advances by two."""
   text = """HloModule jit_f, is_scheduled=true
 
 %body (p: (u32[], f32[8,128])) -> (u32[], f32[8,128]) {
@@ -321,32 +320,32 @@ ENTRY %main (a: f32[8,128]) -> (u32[], f32[8,128]) {
   ROOT %w = PAIR while(%start), condition=%cond, body=%body
 }
 """
-  for short, long in {
+  for placeholder, hlo_text in {
     'PAIR': '(u32[]{:T(128)}, f32[8,128]{1,0:T(8,128)})',
     'SENT': '(f32[8,128]{1,0}, f32[8,128]{1,0}, u32[]{:S(2)})',
     'SLICED': '((f32[8,128]{1,0:T(8,128)}), f32[4,128]{1,0:S(1)}, u32[])',
     'PERMUTED': 'source_target_pairs={{0,2},{1,3}}',
     'CYCLES': 'backend_config={"window_config":{"estimated_cycles":"100"}}',
   }.items():
-    text = text.replace(short, long)
-  found = cost.count(text)
-  assert found.unknown == () and found.cycles == 4 * 100
-  assert found.collectives == {('collective-permute', (0, 2)): [4 * 4096, 4]}
-  # The permuted array is sent and received; it is negated from fast memory.
-  # Only the slice is read of an array that is sliced.
-  assert found.bytes == pytest.approx(4 * (2 * 4096 + 4096 + 2048), rel=0.01)
+    text = text.replace(placeholder, hlo_text)
+  totals = cost.count(text)
+  assert totals.unknown == () and totals.cycles == 4 * 100
+  assert totals.collectives == {('collective-permute', (0, 2)): [4 * 4096, 4]}
+  # The permuted array is sent and received, and then negated in fast memory, which costs no read.
+  # Of an array that is sliced, only the slice is read.
+  assert totals.bytes == pytest.approx(4 * (2 * 4096 + 4096 + 2048), rel=0.01)
 
 
 @pytest.mark.parametrize('asynchronous', [False, True])
-def test_a_fusion_that_runs_beside_others_moves_what_it_did_before(asynchronous):
-  """Slices of what scanned layers store: XLA for GPUs of jax 0.12 starts them as `fusion-start`."""
+def test_async_fusion_moves_as_many_bytes_as_a_sync_one(asynchronous):
+  """XLA for GPUs of jax 0.12 starts the slices that scanned layers read and store as `fusion-start`."""
   stack, layer = 'f32[28,1024]{1,0}', 'f32[1,1024]{1,0}'
 
-  def fused(name, result, inputs, types, calls):
-    given = ', '.join(f'%{i}' for i in inputs)
+  def fusion(name, result, inputs, types, calls):
+    operands = ', '.join(f'%{i}' for i in inputs)
     if not asynchronous:
-      return f'%{name} = {result} fusion({given}), kind=kLoop, calls=%{calls}'
-    started = f'%{name}.s = (({types}), {result}, u32[]) fusion-start({given}), kind=kLoop, calls=%{calls}'
+      return f'%{name} = {result} fusion({operands}), kind=kLoop, calls=%{calls}'
+    started = f'%{name}.s = (({types}), {result}, u32[]) fusion-start({operands}), kind=kLoop, calls=%{calls}'
     return f'{started}\n  %{name} = {result} fusion-done(%{name}.s)'
 
   text = f"""HloModule m
@@ -369,17 +368,17 @@ def test_a_fusion_that_runs_beside_others_moves_what_it_did_before(asynchronous)
 ENTRY %main (x: f32[28,1024], n: s32[]) -> f32[28,1024] {{
   %x = {stack} parameter(0)
   %n = s32[] parameter(1)
-  {fused('layer', layer, ('x', 'n'), f'{stack}, s32[]', 'read')}
-  {fused('out', stack, ('x', 'layer', 'n'), f'{stack}, {layer}, s32[]', 'write')}
+  {fusion('layer', layer, ('x', 'n'), f'{stack}, s32[]', 'read')}
+  {fusion('out', stack, ('x', 'layer', 'n'), f'{stack}, {layer}, s32[]', 'write')}
   ROOT %copy = {stack} bitcast(%out)
 }}
 """
-  # A layer is read and written by each of the two, and the place that is written counts as read.
+  # Each of the two fusions reads and writes a layer, and the place that is written counts as read: 5 layers of 4 KiB.
   assert cost.count(text).bytes == pytest.approx(5 * 4096, abs=16)
 
 
-def test_a_collective_in_links_of_a_chain_counts_once():
-  """XLA for TPU writes it again in each product that it overlaps with."""
+def test_collective_repeated_along_a_fusion_chain_counts_once():
+  """XLA for TPU repeats a collective in each product that overlaps with it."""
   text = """HloModule jit_f, is_scheduled=true
 
 %first (p: bf16[8,128]) -> (bf16[8,128], bf16[16,128], u32[]) {
@@ -405,19 +404,19 @@ ENTRY %main (a: bf16[8,128]) -> bf16[16,128] {
   ROOT %y = bf16[16,128]{1,0} fusion(%b, %c, %e), kind=kCustom, calls=%last
 }
 """
-  for short, long in {
+  for placeholder, hlo_text in {
     'PAIR': '(bf16[8,128]{1,0}, bf16[16,128]{1,0}, u32[])',
     'WHOLE': 'bf16[16,128]{1,0}',
     'TARGET': 'custom_call_target',
     'GATHER': 'replica_groups={{0,1}}, frontend_attributes={chain_id="8"}',
   }.items():
-    text = text.replace(short, long)
+    text = text.replace(placeholder, hlo_text)
   assert cost.count(text).collectives == {('all-gather', (0, 1)): [2048, 1]}
 
 
 @pytest.mark.parametrize('scope, real', [('', 64), ('rounds/while/body/', 32)])
-def test_products_of_groups_by_a_kernel(scope, real):
-  """The matrices are 16 x 8; the rows are half of a round's, if all experts are equally likely."""
+def test_flops_of_the_tpu_ragged_dot_kernel(scope, real):
+  """The matrices are 16 x 8. In rounds, half of a round's rows are real if all experts are equally likely."""
   name = f'jit(f)/while/body/{scope}ragged_dot_general/ragged-dot-none'
   text = """HloModule jit_f, is_scheduled=true
 
@@ -434,7 +433,7 @@ ENTRY %main (s: s32[4], x: bf16[64,16], w: bf16[3,16,8]) -> f32[64,8] {
 @pytest.mark.parametrize(
   'branches', ['true_computation=%dear, false_computation=%cheap', 'branch_computations={%cheap, %dear}']
 )
-def test_a_condition_of_known_value_has_one_branch(branches):
+def test_conditional_of_known_value_costs_one_branch(branches):
   text = f"""HloModule m
 
 %cheap (x.1: f32[1024]) -> f32[1024] {{
@@ -454,27 +453,28 @@ ENTRY %main (p: pred[], x: f32[1024]) -> f32[1024] {{
   ROOT %c = f32[1024]{{0}} conditional(%p, %x, %x), {branches}, metadata={{op_name="jit(f)/choose/cond"}}
 }}
 """
-  one = cost.count(text, branch=lambda name: False if name.endswith('choose/cond') else None).bytes
-  assert (one, cost.count(text, branch=lambda name: True).bytes) == (cost.count(text).bytes / 2, cost.count(text).bytes)
+  dear = cost.count(text).bytes  # of a condition that is not known, the dearer branch counts
+  cheap = cost.count(text, branch=lambda name: False if name.endswith('choose/cond') else None).bytes
+  assert (cheap, cost.count(text, branch=lambda name: True).bytes) == (dear / 2, dear)
 
 
-def test_samples_from_the_whole_vocabulary_pay_for_no_truncation():
-  """A plan counts the search for a truncation where the config asks for one, and not elsewhere."""
-  config, moved = grpo_gsm8k.get_config('model=tiny'), []
+def test_top_p_search_is_counted_only_where_the_config_asks_for_it():
+  """Sampling from the whole vocabulary (top_p=1) moves fewer bytes, as it searches for no threshold."""
+  config, traffic = grpo_gsm8k.get_config('model=tiny'), []
   config.eval.data.path = ''
   config.rollout.update(prompts=2, group_size=2, max_prompt_length=16, max_new_tokens=8)
   for config.rollout.top_p in (1.0, 0.9):
     (prepared,) = dry_run.prepare_all(config.to_dict())
-    made = stage.plan(prepared, stage.Options(machines.parse('cpu'), ('generate',)))
-    moved.append(max(row['memory_traffic_bytes'] for row in made['programs']))
-  assert moved[0] < 0.9 * moved[1]
+    planned = stage.plan(prepared, stage.Options(machines.parse('cpu'), ('generate',)))
+    traffic.append(max(row['memory_traffic_bytes'] for row in planned['programs']))
+  assert traffic[0] < 0.9 * traffic[1]
 
 
-def test_axes_of_a_group():
+def test_groups_of_devices_are_attributed_to_mesh_axes():
   class Mesh:
-    shape = {'data': 2, 'fsdp': 4, 'tensor': 2}
+    stage_of = {'data': 2, 'fsdp': 4, 'tensor': 2}
 
-  found = cost.by_axis(
+  by_axis = cost.by_axis(
     cost.Totals(
       collectives={
         ('all-reduce', (0, 8)): [1, 1],
@@ -484,45 +484,45 @@ def test_axes_of_a_group():
     ),
     Mesh,
   )
-  assert {k: v[0] for k, v in found['all-reduce'].items()} == {'data': 1, 'fsdp': 2, 'data+fsdp': 3}
+  assert {k: v[0] for k, v in by_axis['all-reduce'].items()} == {'data': 1, 'fsdp': 2, 'data+fsdp': 3}
 
 
 # ---------------------------------------------------------- roofline, minimum
 
 
-def row(**over):
+def update_row(**over):
   totals = cost.Totals(918e12, 820e9, 0, {('all-gather', (0, 1, 2, 3)): [90e9, 1]})
   return dict(program='update', flops=4 * 459e12, totals=totals, least={}, xla_flops_once=None, **over)
 
 
 class FourChips:
-  size, shape = 4, {'data': 1, 'fsdp': 4, 'tensor': 1}
+  size, stage_of = 4, {'data': 1, 'fsdp': 4, 'tensor': 1}
 
   class devices:
     flat = ()
 
 
 @pytest.mark.parametrize('far, network', [(False, 0.5), (True, 7.2)])
-def test_roofline(far, network):
+def test_roofline_of_compute_memory_and_network(far, network):
   from jaxpost.planning import roofline
 
   topology = machines.parse('v6e:2x2')
   hosts = {i: i // 2 if far else 0 for i in range(4)}
-  found = roofline.work(row(), FourChips, topology, hosts)
-  seconds = found['seconds']
+  work = roofline.work(update_row(), FourChips, topology, hosts)
+  seconds = work['seconds']
   assert seconds['compute'] == 1.0 and seconds['memory'] == 0.5
   assert seconds['network'] == pytest.approx(network)
   assert seconds['roofline'] == max(1.0, network) and seconds['expected'] is None
   assert seconds['no_overlap'] == pytest.approx(1.5 + network)
-  assert found['roofline_mfu'] == pytest.approx(0.5 / max(1.0, network))
-  sent = found['collective_bytes']['all-gather']['fsdp']
-  assert sent == dict(bytes=90e9, number=1, between_hosts=far)
+  assert work['roofline_mfu'] == pytest.approx(0.5 / max(1.0, network))
+  gathered = work['collective_bytes']['all-gather']['fsdp']
+  assert gathered == dict(bytes=90e9, number=1, between_hosts=far)
 
 
-def test_what_stays_on_the_devices_counts():
+def test_memory_includes_arrays_that_other_programs_keep_on_the_devices():
   from jaxpost.planning import roofline
 
-  given = dict(
+  generate = dict(
     program='generate',
     arguments=dict(parameters=7, kv_cache=3),
     argument_bytes=10,
@@ -531,14 +531,16 @@ def test_what_stays_on_the_devices_counts():
     temp_bytes=2,
     batch_bytes=0,
   )
-  update = given | dict(program='update', arguments=dict(parameters=10, optimizer=20), argument_bytes=30, temp_bytes=30)
-  start = given | dict(program='init')
-  predicted = memory.predict([given, update, start], held=35, sampler=10)
-  found = roofline.memory(given, 50)
-  assert found['fits'] and found['free_bytes'] == 50 - (10 + 1 + 2 + 35)
-  assert found['bytes_per_chip']['elsewhere'] == 35
-  found = roofline.memory(update, 50)
-  assert not found['fits'] and found['free_bytes'] == 50 - (30 + 1 + 30 + 5)
+  update = generate | dict(
+    program='update', arguments=dict(parameters=10, optimizer=20), argument_bytes=30, temp_bytes=30
+  )
+  start = generate | dict(program='init')
+  predicted = memory.predict([generate, update, start], held=35, sampler=10)
+  usage = roofline.memory(generate, 50)
+  assert usage['fits'] and usage['free_bytes'] == 50 - (10 + 1 + 2 + 35)
+  assert usage['bytes_per_chip']['elsewhere'] == 35
+  usage = roofline.memory(update, 50)
+  assert not usage['fits'] and usage['free_bytes'] == 50 - (30 + 1 + 30 + 5)
   assert (
     roofline.memory(start, 50)['bytes_per_chip'] | dict(total=13, elsewhere=0)
     == (roofline.memory(start, 50)['bytes_per_chip'])
@@ -568,25 +570,25 @@ print(json.dumps(dict(least=row['least'], flops=[
 """
 
 
-def test_least_traffic_of_fsdp():
-  """Twice all layers, once embedding (tied) forward; gradients once.
+def test_minimum_traffic_of_fsdp():
+  """All layers are gathered twice, the tied embedding once, in the forward pass; gradients are scattered once.
 
-  Gradients of what is trained.
+  With adapters, gradients are those of the trained parameters only.
   """
   from jaxpost.models import presets, transformer
 
-  found = json.loads(run(_LEAST, devices=4))
+  figures = json.loads(run_code(_LEAST, devices=4))
   table = transformer.param_table(presets.PRESETS['xs'])
-  split = {k: np.prod(v.shape) for k, v in table.items() if 'embed' in v.axes}
-  layers = sum(n for k, n in split.items() if k.startswith('layers'))
-  embed = split['embed']
-  wanted = 4 * 3 / 4 * (2 * layers + embed)
-  assert found['least']['all-gather']['fsdp'] == wanted
-  assert found['least']['reduce-scatter']['fsdp'] == 3 * (layers + embed)
-  model, counted = found['flops']
-  assert counted == pytest.approx(model, rel=0.1)  # no rematerialization
-  sent, adapters = found['adapters']  # of what is frozen there are none
-  assert 0 < sent == adapters * 3 / 4 < 3 * layers / 10
+  sizes = {k: np.prod(v.shape) for k, v in table.items() if 'embed' in v.axes}
+  layers = sum(n for k, n in sizes.items() if k.startswith('layers'))
+  embed = sizes['embed']
+  gathered_bytes = 4 * 3 / 4 * (2 * layers + embed)
+  assert figures['least']['all-gather']['fsdp'] == gathered_bytes
+  assert figures['least']['reduce-scatter']['fsdp'] == 3 * (layers + embed)
+  model, counted = figures['flops']
+  assert counted == pytest.approx(model, rel=0.1)  # nothing is rematerialized
+  adapter_scattered, adapter_bytes = figures['adapters']  # frozen parameters have no gradients
+  assert 0 < adapter_scattered == adapter_bytes * 3 / 4 < 3 * layers / 10
 
 
 _PHASES = """
@@ -627,19 +629,20 @@ print(json.dumps([look(json.loads(m), **json.loads(r)) for m, r in zip(
 
 
 def phases(*pairs):
-  return json.loads(run(_PHASES, *(json.dumps(x) for pair in pairs for x in pair), devices=8))
+  """Plans GRPO for each (mesh, options of the rollout); returns bytes, calls and seconds of its programs."""
+  return json.loads(run_code(_PHASES, *(json.dumps(x) for pair in pairs for x in pair), devices=8))
 
 
-def test_devices_are_charged_with_what_they_hold():
+def test_memory_of_separate_device_groups_counts_what_each_holds():
   (apart,) = phases((dict(train='fsdp=2', rollout='data=-1', rollout_devices=4, score_devices=2), {}))
   rows, plan, predicted = (apart[k] for k in ('rows', 'plan', 'predicted'))
   state = rows['update']['arguments']
   adam = state['parameters'], state['optimizer']
   assert plan['update']['elsewhere'] <= 1000  # nothing but scalars, in whole words
-  assert plan['generate']['elsewhere'] <= 100  # devices that train nothing
+  assert plan['generate']['elsewhere'] <= 100  # the sampler's devices train nothing
   sampler = rows['generate']['argument_bytes']
   assert 0.9 * sampler < plan['init_state']['total'] < 1.1 * sampler < sum(adam)
-  for name, row in rows.items():  # a plan and a run say the same
+  for name, row in rows.items():  # a plan and a run count the same bytes
     assert (
       plan[name]['total'] == pytest.approx(row['in_use_bytes'], rel=1e-3) and row['in_use_bytes'] <= predicted[name]
     )
@@ -647,23 +650,24 @@ def test_devices_are_charged_with_what_they_hold():
     row = rows[name]
     assert predicted[name] == pytest.approx(
       held + row['temp_bytes'] + row['batch_bytes'] + row['output_bytes'] - row['alias_bytes'], rel=1e-5
-    )  # the step's number
-  whole = apart['moved']  # weights in their new layout, before they leave
-  assert predicted['reshard'] >= sum(adam) + whole
-  assert plan['reshard']['total'] >= sum(adam) + whole
+    )  # the tolerance covers the step's number
+  moved_weights = apart['moved']  # in the sampler's layout, before they are sent
+  assert predicted['reshard'] >= sum(adam) + moved_weights
+  assert plan['reshard']['total'] >= sum(adam) + moved_weights
 
 
-def test_a_sampler_ahead_stays_during_the_update():
-  """On the devices that train; where it has its own they know nothing of it."""
-  same, own = dict(train='fsdp=8', rollout='data=-1'), dict(train='fsdp=4', rollout='data=-1', rollout_devices=4)
-  plain, ahead, apart = phases((same, {}), (same, dict(staleness=1)), (own, dict(staleness=1)))
+def test_async_sampler_keeps_its_weights_in_memory_during_the_update():
+  """Training devices hold the sampler's weights as well, unless the sampler has devices of its own."""
+  shared_mesh = dict(train='fsdp=8', rollout='data=-1')
+  separate_mesh = dict(train='fsdp=4', rollout='data=-1', rollout_devices=4)
+  plain, ahead, apart = phases((shared_mesh, {}), (shared_mesh, dict(staleness=1)), (separate_mesh, dict(staleness=1)))
   sampler = ahead['rows']['generate']['argument_bytes']
   assert sampler > 2_000_000
-  for what in ('update', 'score'):
-    more = ahead['predicted'][what] - plain['predicted'][what]
-    assert more == pytest.approx(sampler, rel=0.02)  # it reads not all
-    more = [x['plan'][what]['elsewhere'] for x in (plain, ahead)]
-    assert more[1] - more[0] == pytest.approx(sampler, rel=0.02)
+  for program in ('update', 'score'):
+    added = ahead['predicted'][program] - plain['predicted'][program]
+    assert added == pytest.approx(sampler, rel=0.02)  # `generate` does not read all that the sampler holds
+    added = [x['plan'][program]['elsewhere'] for x in (plain, ahead)]
+    assert added[1] - added[0] == pytest.approx(sampler, rel=0.02)
   frozen = apart['rows']['score']['arguments']['parameters']
   assert apart['plan']['update']['elsewhere'] == pytest.approx(frozen, rel=1e-3)
 
@@ -679,18 +683,18 @@ def measured_seconds(row):
 
 
 @pytest.mark.parametrize('window, filled, read', [(0, 0, 800), (0, 496, 496), (128, 496, 128), (4096, 0, 800)])
-def test_decoding_reads_what_is_filled_of_a_cache(window, filled, read):
-  """Of the slots that are in use, and of the window."""
+def test_decode_kernel_reads_only_filled_entries_of_the_cache(window, filled, read):
+  """The kernel reads the filled entries of the slots in use, within the window."""
   text = (
     '  %x = (bf16[1,64,8,2,128]{4,3,2,1,0}) custom-call(%a, %b, %c), custom_call_target="__gpu$xla.gpu.triton", '
     f'metadata={{op_name="jit(generate)/while/body/decode_{window}"}}'
   )
-  given = [hlo.Array('bf16', dims, False) for dims in ((64, 8, 2, 128), (256, 8, 800, 128), (256, 8, 800, 64))]
+  operands = [hlo.Array('bf16', dims, False) for dims in ((64, 8, 2, 128), (256, 8, 800, 128), (256, 8, 800, 64))]
   op = hlo.Op('x', 'custom-call', (), (), text, '', False)
-  flops, more = kernels.cost(op, given, filled)
+  flops, extra_bytes = kernels.cost(op, operands, filled)
   assert flops == 2 * 64 * 8 * 2 * read * (128 + 64)
-  cache = given[1].bytes + given[2].bytes
-  assert cache + more == pytest.approx(64 * 8 * read * (128 + 64) * 2)
+  cache = operands[1].bytes + operands[2].bytes
+  assert cache + extra_bytes == pytest.approx(64 * 8 * read * (128 + 64) * 2)
 
 
 @pytest.mark.parametrize(
@@ -703,27 +707,30 @@ def test_decoding_reads_what_is_filled_of_a_cache(window, filled, read):
     (dict(max_prompt_length=33, max_new_tokens=80), (8, 4), {64: 1, 129: 4}),
   ],
 )
-def test_blocks_of_decoding_are_counted_for_what_they_read(rollout, slots, wanted):
-  """Of completions as long as they may be: each number of entries used to have as many, and as many with idle slots."""
+def test_calls_of_decode_programs_by_cache_entries_read(rollout, slots, wanted):
+  """Completions have the full length.
+
+  The blocks of a completion are not spread evenly over the programs, and programs for idle slots are not called.
+  """
   config = types.SimpleNamespace(rollout=types.SimpleNamespace(page_size=0, **rollout))
-  room = rollout['max_prompt_length'] + rollout['max_new_tokens']
-  engine = buckets.Buckets(8, 1, 1, room, room + 16, 0, 16, rollout['max_new_tokens'])
-  assert {engine.decode(n + 16, 8) for n in range(rollout['max_prompt_length'], room)} == wanted.keys()
+  max_tokens = rollout['max_prompt_length'] + rollout['max_new_tokens']
+  engine = buckets.Buckets(8, 1, 1, max_tokens, max_tokens + 16, 0, 16, rollout['max_new_tokens'])
+  assert {engine.decode(n + 16, 8) for n in range(rollout['max_prompt_length'], max_tokens)} == wanted.keys()
   reads = roofline._reads(types.SimpleNamespace(config=config, decode_block=16))
   step = roofline.Step({'generate': sum(wanted.values())}, 0, 0, reads)
-  # Attention to a window computes the same for all of them.
+  # With attention to a window, all programs of as many slots have the same FLOPs.
   rows = [dict(program='generate', slots=n, read=read, flops=n * 100) for n in slots for read in (*wanted, 32)]
   random.Random(0).shuffle(rows)
   for row in rows:
     expected = wanted.get(row['read'], 0) if row['slots'] == 8 else 0
     assert roofline._calls(row, rows, step) == pytest.approx(expected), row
-  # A kernel reads what is filled: one program for each number of slots.
+  # A kernel reads the filled entries, so there is one program for each number of slots.
   row = dict(program='generate', slots=8, read=0)
   assert roofline._calls(row, [row], step) == sum(wanted.values())
 
 
-def test_programs_of_decoding_say_what_they_read():
-  """Their FLOPs do not, where attention is to a window."""
+def test_compiled_decode_programs_name_the_cache_entries_they_read():
+  """With attention to a window, the FLOPs of the programs would not tell them apart."""
   (prepared,) = dry_run.prepare_all(
     dict(
       algorithm='grpo',
@@ -733,107 +740,113 @@ def test_programs_of_decoding_say_what_they_read():
       rollout=dict(prompts=4, group_size=2, max_prompt_length=44, max_new_tokens=68, block=17),
     )
   )
-  found = aot.compile_stage(prepared, machines.parse('cpu:1'), ('generate',))
-  step = roofline.step_of(found.placed)
-  assert {row['read']: roofline._calls(row, found.rows, step) for row in found.rows} == {64: 1, 129: 3}
+  compiled = aot.compile_stage(prepared, machines.parse('cpu:1'), ('generate',))
+  step = roofline.step_of(compiled.placed)
+  assert {row['read']: roofline._calls(row, compiled.rows, step) for row in compiled.rows} == {64: 1, 129: 3}
 
 
 def sampling_seconds(row):
-  """Returns (expected, measured seconds of sampling) of a row of GRPO: 512 completions of 256 + 512 tokens."""
+  """Returns (expected, measured) seconds of sampling in a row of GRPO: 512 completions of 256 + 512 tokens."""
   prompt, new, block = 256, 512, 32
   programs = {}
-  for p in row['programs']:
-    if p['program'] not in programs or p['program_flops'] > programs[p['program']]['program_flops']:
-      programs[p['program']] = p
+  for program in row['programs']:
+    if program['program'] not in programs or program['program_flops'] > programs[program['program']]['program_flops']:
+      programs[program['program']] = program
   slots = int(re.match(r'\[(\d+)', programs['generate']['shapes'])[1])
   calls = dict(init_state=1, prefill=512 // slots, insert=512 // slots, generate=512 // slots * new // block)
   seconds = 0.0
-  for name, number in calls.items():
-    count = programs[name]['memory_traffic_bytes']
-    if name == 'generate' and 'filled' not in programs[name]:  # the whole cache was counted for every token
+  for name, number_of_calls in calls.items():
+    traffic = programs[name]['memory_traffic_bytes']
+    if name == 'generate' and 'filled' not in programs[name]:  # an older plan: every token read the whole cache
       config = types.SimpleNamespace(rollout=types.SimpleNamespace(max_prompt_length=prompt, max_new_tokens=new))
       filled = aot.filled_entries(types.SimpleNamespace(config=config, decode_block=block))
-      cache = programs['init_state']['memory_traffic_bytes']  # which writes it
-      count -= block * cache * (1 - filled / (prompt + new + block))
-    seconds += number * roofline.expected(programs[name]['program_flops'], count, 0.0, chips.CHIPS['h200'])
+      cache = programs['init_state']['memory_traffic_bytes']  # `init_state` writes the cache once
+      traffic -= block * cache * (1 - filled / (prompt + new + block))
+    seconds += number_of_calls * roofline.expected(programs[name]['program_flops'], traffic, 0.0, chips.CHIPS['h200'])
   return seconds, row['time/sample']
 
 
-def test_expected_seconds_of_sampling_are_those_of_an_h200():
-  """Whole completions, of which a plan counts what is filled of the cache on average."""
+def test_expected_seconds_of_sampling_match_those_measured_on_h200():
+  """Completions are whole, so a plan counts the entries of the cache that are filled on average."""
   rows = [json.loads(line) for line in MEASURED.read_text().splitlines()]
-  found = [sampling_seconds(r) for r in rows if r['row'].startswith('grpo/')]
-  ratios = [expected / took for expected, took in found]
+  pairs = [sampling_seconds(r) for r in rows if r['row'].startswith('grpo/')]
+  ratios = [expected / measured for expected, measured in pairs]
   assert len(ratios) >= 2 and all(0.85 < x < 1.15 for x in ratios), ratios
 
 
-def test_expected_seconds_are_those_of_an_h200():
-  """Updates of dense models and a block of 128 slots; what else misses is in docs/performance.md, with the reasons."""
+def test_expected_seconds_of_dense_models_match_those_measured_on_h200():
+  """The rows are updates and a block of 128 slots; docs/performance.md explains the rows that differ by more."""
   rows = [json.loads(line) for line in MEASURED.read_text().splitlines()]
-  known = [r for r in rows if 'programs' in r and (r.get('attention', 'triton') == 'triton')]
-  dense = [r for r in known if not r['row'].startswith(('moe', 'decode/qwen3_1_7b/32x512'))]
+  planned = [row for row in rows if 'programs' in row and (row.get('attention', 'triton') == 'triton')]
+  dense = [row for row in planned if not row['row'].startswith(('moe', 'decode/qwen3_1_7b/32x512'))]
   ratios = {}
-  for r in dense:
-    took = measured_seconds(r)
-    for p in r['programs']:
-      if took.get(p['program']):
-        expected = roofline.expected(p['program_flops'], p['memory_traffic_bytes'], 0.0, chips.CHIPS['h200'])
-        ratios[r['code'], r['row']] = expected / took[p['program']]
+  for row in dense:
+    measured = measured_seconds(row)
+    for program in row['programs']:
+      if measured.get(program['program']):
+        expected = roofline.expected(
+          program['program_flops'], program['memory_traffic_bytes'], 0.0, chips.CHIPS['h200']
+        )
+        ratios[row['code'], row['row']] = expected / measured[program['program']]
   assert len(ratios) >= 6
   assert all(0.85 < x < 1.15 for x in ratios.values()), ratios
 
 
 @pytest.fixture(scope='module')
-def ahead():
-  """Sampling on the devices that train; beside them; scores beside, too."""
-  same = dict(train='fsdp=8', rollout='data=-1')
-  own = dict(train='fsdp=-1', rollout='data=-1', rollout_devices=4)
-  few = dict(train='fsdp=-1', rollout='data=2,tensor=2', rollout_devices=4, score_devices=2)
-  return phases((same, dict(staleness=1)), (own, dict(staleness=1)), (few, dict(staleness=2)))
+def async_phases():
+  """Phases with sampling on the training devices, on devices of its own, and with scoring on its own devices, too."""
+  shared = dict(train='fsdp=8', rollout='data=-1')
+  own_sampler = dict(train='fsdp=-1', rollout='data=-1', rollout_devices=4)
+  own_scorer = dict(train='fsdp=-1', rollout='data=2,tensor=2', rollout_devices=4, score_devices=2)
+  return phases((shared, dict(staleness=1)), (own_sampler, dict(staleness=1)), (own_scorer, dict(staleness=2)))
 
 
-def test_phases_overlap_where_sampling_is_ahead_on_its_own_devices(ahead):
-  together, apart, all_apart = ahead
+def test_phases_overlap_if_async_sampling_has_its_own_devices(async_phases):
+  together, apart, all_apart = async_phases
   for name in 'roofline', 'no_overlap':
-    for found in together, apart, all_apart:
-      s = {}
-      for program, on, calls, seconds in found['took']:
-        what = 'sample' if program in ('init_state', 'generate') else program
-        s[what, on] = s.get((what, on), 0.0) + calls * seconds[name]
-      assert all(s.values())
-      if found is together:
-        assert {on for _, on in s} == {'train'}
-        least = sum(s.values())
-      elif found is apart:  # scores are of the rollout that is being sampled
-        least = max(s['sample', 'rollout'], s['update', 'train']) + (s['score', 'train'] + s['reshard', 'train'])
-      else:  # the policy's score has to be where the policy is
-        least = s['reshard', 'train'] + max(
-          s['sample', 'rollout'], s['score', 'score'], s['update', 'train'] + s['score', 'train']
+    for phase_plan in together, apart, all_apart:
+      seconds_of = {}
+      for program, device_group, calls, seconds in phase_plan['took']:
+        phase = 'sample' if program in ('init_state', 'generate') else program
+        seconds_of[phase, device_group] = seconds_of.get((phase, device_group), 0.0) + calls * seconds[name]
+      assert all(seconds_of.values())
+      if phase_plan is together:
+        assert {device_group for _, device_group in seconds_of} == {'train'}
+        step_s = sum(seconds_of.values())
+      elif phase_plan is apart:  # training devices score the rollout, so that part does not overlap
+        step_s = max(seconds_of['sample', 'rollout'], seconds_of['update', 'train']) + (
+          seconds_of['score', 'train'] + seconds_of['reshard', 'train']
         )
-      assert found['step'][name]['step_s'] == pytest.approx(least)
-      assert found['step'][name]['tokens_per_s'] == pytest.approx(8 * 32 / least)
+      else:  # the training devices score with the policy, others with the reference
+        step_s = seconds_of['reshard', 'train'] + max(
+          seconds_of['sample', 'rollout'],
+          seconds_of['score', 'score'],
+          seconds_of['update', 'train'] + seconds_of['score', 'train'],
+        )
+      assert phase_plan['step'][name]['step_s'] == pytest.approx(step_s)
+      assert phase_plan['step'][name]['tokens_per_s'] == pytest.approx(8 * 32 / step_s)
 
 
-def test_weights_that_go_to_other_devices_are_sent(ahead):
-  """By each training device, to as many of them as there are for one."""
-  together, apart, all_apart = ahead
+def test_reshard_to_other_devices_counts_the_copied_weights(async_phases):
+  """Each training device sends its share to as many of the other devices as there are for each training device."""
+  together, apart, all_apart = async_phases
   assert together['copied'] == 0
   assert apart['copied'] == apart['moved'] > 0
-  assert all_apart['copied'] == 2 * all_apart['moved'] > 0  # two train
+  assert all_apart['copied'] == 2 * all_apart['moved'] > 0  # two devices train for four that sample
   link = chips.CHIPS['h200'].link
-  for found in apart, all_apart:
-    network = sum(calls * seconds['network'] for name, _, calls, seconds in found['took'] if name == 'reshard')
-    assert network > found['copied'] / link
-    step = found['step']['roofline']['seconds']['reshard']
-    assert step >= network
+  for phase_plan in apart, all_apart:
+    network = sum(calls * seconds['network'] for name, _, calls, seconds in phase_plan['took'] if name == 'reshard')
+    assert network > phase_plan['copied'] / link
+    reshard_s = phase_plan['step']['roofline']['seconds']['reshard']
+    assert reshard_s >= network
 
 
-@pytest.mark.parametrize('lag, wanted', [(0, 27.5), (1, 19.5), (2, 13.5)])
-def test_seconds_of_a_step_ahead(lag, wanted):
-  """Sampling takes 13 s, updates 8, scores 4, and values 2 elsewhere."""
+@pytest.mark.parametrize('lag, step_s', [(0, 27.5), (1, 19.5), (2, 13.5)])
+def test_step_seconds_for_each_staleness(lag, step_s):
+  """Sampling takes 13 s, updates take 8 s, scores 4 s, and values 2 s on other devices."""
   rows = [
-    dict(program=name, calls=calls, runs_on=on, seconds=dict(x=took))
-    for name, calls, on, took in (
+    dict(program=name, calls=calls, runs_on=on, seconds=dict(x=took_s))
+    for name, calls, on, took_s in (
       ('reshard', 1, 'train', 0.5),
       ('generate', 24, 'rollout', 0.5),
       ('prefill', 2, 'rollout', 0.5),
@@ -842,14 +855,14 @@ def test_seconds_of_a_step_ahead(lag, wanted):
       ('values', 1, 'score', 2.0),
     )
   ]
-  assert roofline.step_seconds(rows, 'x', lag) == wanted
+  assert roofline.step_seconds(rows, 'x', lag) == step_s
 
 
 # ------------------------------------------------------------------- commands
 
 
-def test_plan_of_the_local_backend(tmp_path):
-  """All programs of GRPO, without weights, data, tokenizer or devices."""
+def test_plan_command_covers_all_programs_of_grpo(tmp_path):
+  """The command needs no weights, data, tokenizer or devices."""
   out = tmp_path / 'plan.json'
   done = plan(
     '--config=configs/grpo_gsm8k.py:model=tiny',
@@ -864,50 +877,50 @@ def test_plan_of_the_local_backend(tmp_path):
     f'--out={out}',
   )
   assert done.returncode == 0, done.stderr[-2000:]
-  (found,) = json.loads(out.read_text())
-  names = [r['program'] for r in found['programs']]
+  (planned,) = json.loads(out.read_text())
+  names = [r['program'] for r in planned['programs']]
   assert set(names) == {'copy', 'init', 'update', 'score', 'reshard', 'init_state', 'prefill', 'insert', 'generate'}
-  assert found['mesh']['rollout'] == {'data': 2, 'fsdp': 1, 'expert': 1, 'context': 1, 'tensor': 2}
-  update = found['programs'][names.index('update')]
+  assert planned['mesh']['rollout'] == {'data': 2, 'fsdp': 1, 'expert': 1, 'context': 1, 'tensor': 2}
+  update = planned['programs'][names.index('update')]
   memory = update['bytes_per_chip']
-  parameters = 4 * found['parameters'] / 4
-  assert memory['parameters'] == pytest.approx(parameters, rel=0.01)
-  assert memory['optimizer'] == pytest.approx(2 * parameters, rel=0.01)
-  assert memory['elsewhere'] == pytest.approx(parameters, rel=0.02)  # copy
+  parameter_bytes = 4 * planned['parameters'] / 4
+  assert memory['parameters'] == pytest.approx(parameter_bytes, rel=0.01)
+  assert memory['optimizer'] == pytest.approx(2 * parameter_bytes, rel=0.01)
+  assert memory['elsewhere'] == pytest.approx(parameter_bytes, rel=0.02)  # the frozen copy, as the reference
   assert update['calls'] == 1 and not update['unknown_loops']
   assert 'fsdp' in update['collective_bytes']['all-gather']
-  generate = [r for r in found['programs'] if r['program'] == 'generate']
+  generate = [r for r in planned['programs'] if r['program'] == 'generate']
   assert sum(r['calls'] for r in generate) == 2  # 16 tokens are two blocks
   assert generate[0]['bytes_per_chip']['kv_cache'] > 0
   assert 'update' in done.stdout and 'all-gather' in done.stdout
 
 
 @pytest.mark.parametrize('speculation', [True, False])
-def test_a_plan_says_that_it_does_not_count_drafts(speculation):
-  """How often they are verified, and what is accepted, depends on the texts."""
+def test_plan_table_notes_that_drafts_are_not_counted(speculation):
+  """How often drafts are verified, and how many tokens are accepted, depends on the texts."""
   rows = [dict(program=name, slots=8, read=0) for name in ('generate', *['verify'] * speculation)]
   step = roofline.Step({'generate': 4}, 1, 1)
   assert [roofline._calls(row, rows, step) for row in rows] == [4, *[0] * speculation]
-  nothing = dict.fromkeys(('parameters', 'optimizer', 'kv_cache', 'batch', 'other', 'outputs', 'temporaries'), 0)
+  no_bytes = dict.fromkeys(('parameters', 'optimizer', 'kv_cache', 'batch', 'other', 'outputs', 'temporaries'), 0)
   seconds = dict.fromkeys(('compute', 'memory', 'network', 'roofline', 'xla'))
-  given = dict(
+  common = dict(
     shapes='', fits=None, calls=1, compile_s=1.0, roofline_mfu=None, collective_bytes={}, collective_minimum={}
   )
   programs = [
-    given
+    common
     | dict(program=row['program'], flops=dict(program=1.0, model=1.0), seconds=seconds)
-    | dict(bytes_per_chip=nothing | dict(elsewhere=0, total=1))
+    | dict(bytes_per_chip=no_bytes | dict(elsewhere=0, total=1))
     for row in rows
   ]
-  about = dict(stage='a', algorithm='grpo', parameters=1, devices=1, device_kind='x', topology='cpu', mesh={})
+  heading = dict(stage='a', algorithm='grpo', parameters=1, devices=1, device_kind='x', topology='cpu', mesh={})
   console = rich.console.Console(file=io.StringIO(), width=200)
-  tables.show(about | dict(programs=programs, memory_per_device=0, step={}), console)
-  said = console.file.getvalue()
-  assert 'generate' in said and ('drafts (rollout.speculation) are not counted' in said) == speculation
+  tables.show(heading | dict(programs=programs, memory_per_device=0, step={}), console)
+  printed = console.file.getvalue()
+  assert 'generate' in printed and ('drafts (rollout.speculation) are not counted' in printed) == speculation
 
 
-def test_a_sampler_with_more_devices_than_training(tmp_path):
-  """Axes and shares of its programs are those of its own mesh."""
+def test_plan_of_a_sampler_with_more_devices_than_training(tmp_path):
+  """Axes and shares of the sampler's programs are those of its own mesh."""
   out = tmp_path / 'plan.json'
   done = plan(
     '--config=configs/grpo_gsm8k.py:model=tiny',
@@ -924,17 +937,17 @@ def test_a_sampler_with_more_devices_than_training(tmp_path):
   )
   assert done.returncode == 0, done.stderr[-2000:]
   assert [path.name for path in tmp_path.iterdir()] == ['plan.json']
-  (found,) = json.loads(out.read_text())
-  assert found['devices'] == 8
-  generate = [r for r in found['programs'] if r['program'] == 'generate'][-1]
+  (planned,) = json.loads(out.read_text())
+  assert planned['devices'] == 8
+  generate = [r for r in planned['programs'] if r['program'] == 'generate'][-1]
   assert generate['devices'] == 6
   assert 'tensor' in generate['collective_bytes']['all-reduce']
   assert 0.8 < generate['flops']['program'] / generate['flops']['model'] < 1.5
 
 
 @pytest.mark.parametrize('mesh', ['data=4', 'expert=4'])
-def test_products_of_experts_are_counted(mesh, tmp_path):
-  """In loops that only a run knows the turns of; blocks are not all full."""
+def test_planned_flops_include_the_products_of_experts(mesh, tmp_path):
+  """Their loops have trip counts that only a run knows; the bound allows for blocks that are not full."""
   out = tmp_path / 'plan.json'
   done = plan(
     '--config=configs/sft_gsm8k.py:model=tiny_moe',
@@ -952,13 +965,13 @@ def test_products_of_experts_are_counted(mesh, tmp_path):
 
 
 @pytest.mark.parametrize('algorithm', ['dpo', 'kto', 'reward_model', 'ppo'])
-def test_other_methods_are_described(algorithm):
-  (found,) = dry_run.prepare_all(dict(algorithm=algorithm, data=dict(path='none'), reward='gsm8k'))
-  assert found.name == algorithm
-  if found.inputs.algorithm.on_policy:
-    assert found.data.stream.lengths == [512]
+def test_stages_of_other_algorithms_are_described(algorithm):
+  (prepared,) = dry_run.prepare_all(dict(algorithm=algorithm, data=dict(path='none'), reward='gsm8k'))
+  assert prepared.name == algorithm
+  if prepared.inputs.algorithm.on_policy:
+    assert prepared.data.stream.lengths == [512]
   else:
-    assert found.data.first_batch.tokens.shape[1] == 512
+    assert prepared.data.first_batch.tokens.shape[1] == 512
 
 
 @pytest.mark.parametrize(
@@ -968,7 +981,7 @@ def test_other_methods_are_described(algorithm):
     (dict(algorithm='ppo', model=dict(preset='tiny_moe'), router=dict(routing_replay=True)), 'router.routing_replay'),
   ],
 )
-def test_what_the_models_of_a_run_cannot_do_is_not_planned(over, field):
+def test_plan_refuses_options_that_the_model_lacks(over, field):
   with pytest.raises(InputError, match=f'config.{field}: '):
     dry_run.prepare_all(dict(reward='gsm8k') | over)
 
@@ -985,15 +998,17 @@ def test_what_the_models_of_a_run_cannot_do_is_not_planned(over, field):
     ('grpo', dict(reward='reward_model', rl=dict(replay=2)), 'rl.replay: groups are chosen before a reward model'),
   ],
 )
-def test_what_a_run_refuses_is_not_planned(algorithm, over, words):
+def test_plan_refuses_configs_that_a_run_refuses(algorithm, over, words):
   config = dict(algorithm=algorithm, data=dict(path='none'))
   with pytest.raises(InputError, match=words):
     dry_run.prepare_all(config | (dict(reward='gsm8k') if algorithm == 'grpo' else {}) | over)
 
 
-def test_programs_that_can_be_asked_for():
-  made = [path.read_text() for room in ('programs', 'rollout') for path in (CLONE / 'jaxpost' / room).glob('*.py')]
-  names = {name for text in made for name in re.findall(r"\b(?:Program|reader)\('(\w+)'", text)}
+def test_programs_flag_knows_all_compiled_programs():
+  sources = [
+    path.read_text() for package in ('programs', 'rollout') for path in (CLONE / 'jaxpost' / package).glob('*.py')
+  ]
+  names = {name for text in sources for name in re.findall(r"\b(?:Program|reader)\('(\w+)'", text)}
   assert {'update', 'init_state', 'topk'} < names and names | {'score', 'values'} == set(stage.PROGRAMS)
   stage.check_names(['update', 'generate'])
   with pytest.raises(InputError, match="--programs: there is no 'generat'; did you mean 'generate'"):
@@ -1048,14 +1063,14 @@ def test_plan_for_tpus(slices, tmp_path):
     f'--out={out}',
   )
   assert done.returncode == 0, done.stderr[-2000:]
-  (found,) = json.loads(out.read_text())
-  (update,) = found['programs']
-  assert found['chips'] == 4 * slices and update['fits']
+  (planned,) = json.loads(out.read_text())
+  (update,) = planned['programs']
+  assert planned['chips'] == 4 * slices and update['fits']
   assert update['seconds']['xla'] > 0 and not update['unknown_loops']
-  assert found['step']['roofline']['usd_per_million_tokens'] > 0
-  far = {axis: x['between_hosts'] for kind in update['collective_bytes'].values() for axis, x in kind.items()}
-  assert far['fsdp'] is False
-  assert slices == 1 or far['data'] is True
+  assert planned['step']['roofline']['usd_per_million_tokens'] > 0
+  between_hosts = {axis: x['between_hosts'] for kind in update['collective_bytes'].values() for axis, x in kind.items()}
+  assert between_hosts['fsdp'] is False
+  assert slices == 1 or between_hosts['data'] is True
 
 
 @needs('jax_cuda13_plugin', 'jax[cuda13]')
@@ -1071,29 +1086,29 @@ def test_plan_for_gpus(tmp_path):
     f'--out={out}',
   )
   assert done.returncode == 0, done.stderr[-2000:]
-  (found,) = json.loads(out.read_text())
-  (update,) = found['programs']
-  assert found['chips'] == 16 and update['fits']
-  far = {axis: x['between_hosts'] for kind in update['collective_bytes'].values() for axis, x in kind.items()}
-  assert far['fsdp'] is True and far['tensor'] is False
+  (planned,) = json.loads(out.read_text())
+  (update,) = planned['programs']
+  assert planned['chips'] == 16 and update['fits']
+  between_hosts = {axis: x['between_hosts'] for kind in update['collective_bytes'].values() for axis, x in kind.items()}
+  assert between_hosts['fsdp'] is True and between_hosts['tensor'] is False
 
 
-def test_search_ranks_what_fits(monkeypatch):
-  """Doubles of plans: tensor=2 is fastest, without rematerialization best."""
+def test_search_proposes_the_fastest_settings_that_fit(monkeypatch):
+  """With fake plans, in which tensor=2 is fastest, and does not fit without rematerialization."""
   import io
 
   import rich.console
 
   from jaxpost.planning import search, stage
 
-  def fake(p, options):
-    tensor = 2 if 'tensor=2' in p.config.mesh.train else 1
-    remat = p.config.model.remat
+  def fake_plan(prepared, options):
+    tensor = 2 if 'tensor=2' in prepared.config.mesh.train else 1
+    remat = prepared.config.model.remat
     seconds = {'full': 4.0, 'dots': 3.0, 'none': 2.0}[remat] / tensor
     row = dict(
       program='update',
       calls=1,
-      fits='tensor' not in p.config.mesh.train or tensor == 2 and remat != 'none',
+      fits='tensor' not in prepared.config.mesh.train or tensor == 2 and remat != 'none',
       bytes_per_chip=dict(total=2**30),
       roofline_mfu=0.5,
       flops=dict(model=1.0),
@@ -1101,7 +1116,7 @@ def test_search_ranks_what_fits(monkeypatch):
     )
     return dict(fits=row['fits'], programs=[row], trained_tokens=1000, step=dict(no_overlap=dict(step_s=seconds)))
 
-  monkeypatch.setattr(stage, 'plan', fake)
+  monkeypatch.setattr(stage, 'plan', fake_plan)
   out = io.StringIO()
   (best,) = search.search(
     dict(algorithm='sft', data=dict(path='none')),
@@ -1109,17 +1124,17 @@ def test_search_ranks_what_fits(monkeypatch):
     rich.console.Console(file=out, width=200),
   )
   assert best['settings']['mesh.train'] == 'fsdp=-1,tensor=2'
-  assert best['settings']['model.remat'] == 'dots'  # none does not fit
+  assert best['settings']['model.remat'] == 'dots'  # 'none' would be faster, but does not fit
   assert '--config.mesh.train=fsdp=-1,tensor=2' in out.getvalue()
   assert '--config.model.remat=dots' in out.getvalue()
 
 
-def shape(path, train=None, **over):
-  """A stage of this model; `train` comes after its rows were made."""
+def stage_of(path, train=None, **over):
+  """A stage of the model at `path`; `train` replaces fields after the rows were made."""
   from jaxpost.planning import search
 
-  (p,) = dry_run.prepare_all(dict(algorithm='sft', data=dict(path='none'), model=dict(path=path), **over))
-  return search.vary(p, {f'train.{k}': v for k, v in (train or {}).items()})
+  (prepared,) = dry_run.prepare_all(dict(algorithm='sft', data=dict(path='none'), model=dict(path=path), **over))
+  return search.vary(prepared, {f'train.{k}': v for k, v in (train or {}).items()})
 
 
 @pytest.mark.parametrize(
@@ -1140,43 +1155,43 @@ def shape(path, train=None, **over):
     ('llama3_8b', 'v5p:2x2x4', {}, {'fsdp=-1': 16, 'fsdp=-1,tensor=8': 2}),
   ],
 )
-def test_meshes_to_try(path, topology, train, has):
+def test_training_meshes_that_search_tries(path, topology, train, has):
   from jaxpost.planning import meshes
 
-  found = meshes.training(shape(path, train).inputs, machines.parse(topology), False)
-  assert has.items() <= found.items() and len(found) <= 10
-  assert next(iter(found)) == 'fsdp=-1'
-  assert path == 'llama3_8b' and train or not any('context' in m for m in found)
+  shards = meshes.training(stage_of(path, train).inputs, machines.parse(topology), False)
+  assert has.items() <= shards.items() and len(shards) <= 10
+  assert next(iter(shards)) == 'fsdp=-1'
+  assert path == 'llama3_8b' and train or not any('context' in m for m in shards)
   if path == 'llama3_8b' and not train:
-    assert len(found) == 4  # no shard is narrow: nothing but fsdp and tensor
+    assert len(shards) == 4  # no shard is narrow, so only fsdp and tensor are tried
 
 
-def test_gpus_have_no_lanes_and_batches_split():
+def test_training_meshes_of_gpus_need_no_full_lanes():
   from jaxpost.planning import meshes
 
-  p = shape('llama3_70b', dict(batch_size=64))
-  assert not any('data' in m for m in meshes.training(p.inputs, machines.parse('h200:16x8x8'), False))
-  assert meshes.training(p.inputs, machines.parse('h200:1x64x8'), True) == {'fsdp=-1,tensor=8': 64}
+  prepared = stage_of('llama3_70b', dict(batch_size=64))
+  assert not any('data' in m for m in meshes.training(prepared.inputs, machines.parse('h200:16x8x8'), False))
+  assert meshes.training(prepared.inputs, machines.parse('h200:1x64x8'), True) == {'fsdp=-1,tensor=8': 64}
 
 
 @pytest.mark.parametrize(
   'mesh, shards', [({}, 8), (dict(rollout_devices=4), 4), (dict(rollout_devices=2, score_devices=2), 4)]
 )
-def test_devices_are_counted_not_chips(mesh, shards):
-  """A tpu7x chip is two; those of other phases train nothing."""
+def test_meshes_count_the_devices_of_their_phase_not_chips(mesh, shards):
+  """A tpu7x chip is two devices; devices of other phases do not count for training."""
   from jaxpost.planning import meshes
 
-  (p,) = dry_run.prepare_all(
+  (prepared,) = dry_run.prepare_all(
     dict(algorithm='grpo', reward='gsm8k', data=dict(path='none'), mesh=mesh, model=dict(path='qwen3_8b'))
     | dict(rl=dict(kl_coef=0.1))
   )
-  top = machines.parse('tpu7x:1x2x2')
-  assert meshes.training(p.inputs, top, False)['fsdp=-1'] == shards
+  topology = machines.parse('tpu7x:1x2x2')
+  assert meshes.training(prepared.inputs, topology, False)['fsdp=-1'] == shards
   tensor = mesh.get('rollout_devices', 8)
-  assert meshes.sampling(p.inputs, top)[-1] == f'data=-1,tensor={tensor}'
+  assert meshes.sampling(prepared.inputs, topology)[-1] == f'data=-1,tensor={tensor}'
 
 
-def test_launch_line():
+def test_launch_line_keeps_other_options_of_the_user():
   """The line keeps the options of the user, except those for which the plan proposes others."""
   from jaxpost.planning import search
 

@@ -1,4 +1,7 @@
-"""The verdict of the code reward at its edges: an answer of a completion decides 0 or 1, never that there is none."""
+"""Verdicts of the code reward on edge cases of tests and answers.
+
+A completion can make its verdict 0 or 1; it can never make the verdict be missing.
+"""
 
 import os
 import signal
@@ -14,7 +17,7 @@ from tests.test_rewards_code import ALLOWED, WHY_NOT
 needs_sandbox = pytest.mark.skipif(not ALLOWED, reason=WHY_NOT)
 PATIENT = sandbox.SandboxLimits(timeout_s=60.0)
 
-# (solution, test, whether it passes): values whose kind or size is not the one that the test's author thought of
+# (solution, test, whether it passes): values of a type or size that the author of the test did not think of
 CASES = [
   ('def f(n): return "x"', 'assert f(10) % 2 == 0', False),
   ('def f(n): return b"x"', 'assert f(10).title() == "x"', False),
@@ -51,7 +54,7 @@ CASES = [
   ('def f(n): return n', 'assert f(3) in range(2, 9) and f(3.0) in range(9) and f(9) not in range(9)', True),
   ('def f(n): return 1.5', 'assert f(1).hex() == "0x1.8000000000000p+0" and f(1).real == 1.5', True),
   ('def f(n): return n', 'assert type(f(1)).__name__ == "int" and f("a").__class__ == str', True),
-  # A slice is asked of an object of the solution, whatever kind of object it is.
+  # Slices of objects of the solution, which need not be lists.
   ('def f(n):\n  yield from range(n)', 'assert f(5)[:2] == [0, 1]', False),
   ('import collections\ndef f(n): return collections.deque(range(n))', 'assert f(5)[:2] == [0, 1]', False),
   ('class A:\n  pass\ndef f(n): return A()', 'assert f(5)[::-1] == [0, 1]', False),
@@ -69,16 +72,16 @@ CASES = [
 
 
 @needs_sandbox
-def test_a_value_of_another_kind_or_size_fails_the_test_or_passes_it_and_never_hides_it():
-  solutions, tests, wanted = zip(*CASES)
+def test_answers_of_unexpected_type_or_size_still_get_a_verdict():
+  solutions, tests, passes = zip(*CASES)
   reward = code.Code(fenced=False, timeout=60.0)
   begin = time.process_time()
-  assert reward(list(solutions), tests=list(tests)) == list(map(float, wanted))
+  assert reward(list(solutions), tests=list(tests)) == list(map(float, passes))
   assert time.process_time() - begin < 10
 
 
 @needs_sandbox
-def test_a_slow_comparison_ends_with_the_time_of_the_test():
+def test_slow_comparison_in_a_test_is_stopped_by_its_timeout():
   test = checks.read('r = f(1)\nassert [v for v in range(1, 1000) if v in r] == [7]')
   begin = time.monotonic()
   assert (
@@ -88,7 +91,7 @@ def test_a_slow_comparison_ends_with_the_time_of_the_test():
 
 
 @needs_sandbox
-def test_programs_that_exceed_their_time_are_counted():
+def test_code_late_metric_counts_programs_that_time_out():
   programs = ['import time\ntime.sleep(100)', 'raise ValueError', 'print(4)', 'import time\ntime.sleep(100)']
   logged = {}
   rewards = code.Code(fenced=False, timeout=5.0)(
@@ -98,16 +101,16 @@ def test_programs_that_exceed_their_time_are_counted():
 
 
 @needs_sandbox
-def test_programs_may_end_with_exit_and_see_no_name_that_they_have_not_made():
-  ends = 'print(4)\nif __name__ == "__main__": exit()\nprint(5)'
-  clean = 'import sys\nsys.stdout.write(" ".join(sorted(n for n in globals() if n[0] != "_")))\nquit(0)'
-  assert sandbox.run_inputs(ends, [''], PATIENT) == ['4\n']
-  assert sandbox.run_inputs(clean, [''], PATIENT) == ['sys']
+def test_programs_may_call_exit_and_start_with_clean_globals():
+  exits_early = 'print(4)\nif __name__ == "__main__": exit()\nprint(5)'
+  prints_globals = 'import sys\nsys.stdout.write(" ".join(sorted(n for n in globals() if n[0] != "_")))\nquit(0)'
+  assert sandbox.run_inputs(exits_early, [''], PATIENT) == ['4\n']
+  assert sandbox.run_inputs(prints_globals, [''], PATIENT) == ['sys']
   assert sandbox.run_inputs('import sys\nprint(len(sys.argv), __file__)\nexit(3)', [''], PATIENT) == [None]
 
 
 @needs_sandbox
-def test_expected_outputs_that_are_long_blank_or_no_text():
+def test_long_blank_and_unencodable_expected_outputs():
   reward = code.Code(fenced=False, timeout=60.0)
   long = 'a\n' * 750_000
   program = 'print("a \\n" * 750000)'
@@ -126,12 +129,12 @@ def test_expected_outputs_that_are_long_blank_or_no_text():
     ([1], [float('nan')], 'NaN'),
   ],
 )
-def test_a_value_that_no_solution_can_get_or_return_is_refused(arguments, expected, why):
+def test_values_that_no_solution_can_receive_or_return_are_refused(arguments, expected, why):
   with pytest.raises(checks.UnreadableTest, match=why):
     checks.example('f', arguments, expected)
 
 
-def test_integers_of_any_length_that_a_test_can_make_are_carried():
+def test_long_integers_survive_encoding_and_malformed_ones_are_refused():
   for value in (0, -1, 2**63, 10**4299, 2 ** (runner.BITS - 1), -(2 ** (runner.BITS - 1))):
     assert runner.decode(runner.encode(value, len), len) == value
   for text in ('0x' + 'f' * runner.BITS, 'x', '', 7):
@@ -139,19 +142,19 @@ def test_integers_of_any_length_that_a_test_can_make_are_carried():
       runner.decode(['i', text], len)
 
 
-def test_a_signal_within_a_report_does_not_cut_it():
+def test_signals_during_a_report_do_not_truncate_it():
   reads, writes = os.pipe()
-  out = os.dup(1)
+  saved_stdout = os.dup(1)
   parts = []
 
   def read():
-    time.sleep(0.2)  # meanwhile the pipe is full, and signals come
+    time.sleep(0.2)  # meanwhile the pipe is full, and signals interrupt the writer
     while not parts or not parts[-1].endswith(b'\n'):
       parts.append(os.read(reads, 1 << 12))
       if not parts[-1]:
         return
 
-  before = signal.signal(signal.SIGALRM, lambda *_: None)
+  old_handler = signal.signal(signal.SIGALRM, lambda *_: None)
   thread = threading.Thread(target=read)
   try:
     os.dup2(writes, 1)
@@ -161,9 +164,9 @@ def test_a_signal_within_a_report_does_not_cut_it():
     namespaces.report({'answer': 'a' * (1 << 18)})
   finally:
     signal.setitimer(signal.ITIMER_REAL, 0)
-    os.dup2(out, 1)  # also closes the pipe
+    os.dup2(saved_stdout, 1)  # also closes the write end of the pipe
     thread.join()
-    signal.signal(signal.SIGALRM, before)
-    os.close(out)
+    signal.signal(signal.SIGALRM, old_handler)
+    os.close(saved_stdout)
     os.close(reads)
   assert len(b''.join(parts)) == (1 << 18) + len('{"answer": ""}\n')

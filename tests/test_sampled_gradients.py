@@ -1,8 +1,8 @@
 """Mean gradients of samples, through sampler, credit, packing and update, against exact ones by enumeration.
 
-`sampled.py` has the policy, of 40 answers to either of two prompts, and the steps of the controller, which
-are shared by all cases. The exact gradients come from formulas that share no code with the product: those of
-`formulas.py`, and those below. Each is compared along several directions, within 4 standard errors.
+`sampled.py` has the policy, with 40 answers to either of two prompts, and the steps of the controller, which all cases
+share. The exact gradients come from formulas that share no code with the library: those of `formulas.py`, and those
+below. Each is compared along several directions, within 4 standard errors.
 """
 
 import dataclasses
@@ -23,15 +23,15 @@ from jaxpost.roles import place
 from jaxpost.stage import algorithms
 
 pytestmark = pytest.mark.long
-BETA = 0.7  # of preferences
-OLDER = dict(sampler='behavior')  # an older policy has sampled
-LATER = dict(present='later')  # the second update of a rollout
-RIGHT = dict(size=3, right=True)  # rewards of 0 and 1
+BETA = 0.7  # of the preference losses
+OLDER = dict(sampler='behavior')  # an older policy has sampled the answers
+LATER = dict(present='later')  # the gradient is that of the second update on a rollout
+BINARY_REWARDS = dict(size=3, right=True)  # 0 or 1
 TURNS = dict(size=3, turns=True)
 
 
 def case(algorithm='grpo', where=None, critic=None, **rl):
-  """A method of the family of GRPO."""
+  """Returns a case of a method of the GRPO family; `where` has fields of `sampled.Case`."""
   advantage = dict(advantage='leave_one_out') if algorithm == 'grpo' else {}
   where = where or {}
   size = where.get('size', sampled.SIZE)
@@ -57,11 +57,11 @@ def estimators():
   yield from ((name, case(aggregate=name)) for name in ('token', 'sequence', 'constant'))
   yield 'truncated answers are masked', case(mask_truncated=True)
   yield 'entropy bonus', case(entropy_coef=1.0)
-  yield 'gpg', case('gpg', where=RIGHT)
+  yield 'gpg', case('gpg', where=BINARY_REWARDS)
   yield 'gdpo', case(advantage='gdpo')
-  yield 'maxrl', case('maxrl', where=RIGHT)
-  yield 'pass_at_k', case('pass_at_k', where=RIGHT, pass_k=2)
-  yield 'remax', case('remax', where=RIGHT)
+  yield 'maxrl', case('maxrl', where=BINARY_REWARDS)
+  yield 'pass_at_k', case('pass_at_k', where=BINARY_REWARDS, pass_k=2)
+  yield 'remax', case('remax', where=BINARY_REWARDS)
   yield 'truncated sampling', case(where=dict(top_k=2))
 
 
@@ -96,34 +96,34 @@ CASES = {name: x for part in (losses, estimators, divergences, corrections) for 
 
 
 @functools.lru_cache
-def measured(coupled):
-  """The gradients of all cases whose losses are of sequences, or of tokens; either compiles once."""
+def measured_policy_losses(coupled):
+  """The gradients of all cases whose losses are of sequences (`coupled`), or of tokens; either compiles once."""
   return sampled.gradients({n: x for n, x in CASES.items() if x.algorithm.objective(x.config).coupled == coupled})
 
 
 def exact(x):
-  """The gradient of the weights [D], by formulas.py."""
+  """Returns the exact gradient [D] of a case, by formulas.py."""
   groups = sampled.groups(x.sampler, x.present, 'policy', x.size, x.top_k, x.right)
   parts = formulas.gradient(groups, x.config.rl, sampled.C)
   return sampled.of_weights(x.present, *(sampled.of_answers(part) for part in parts))
 
 
-def agree(found, wanted):
-  """Within 4 standard errors; a gradient that is 1.5 times as long is not."""
-  right, wrong = (sampled.z_scores(found, x) for x in (wanted, 1.5 * wanted))
-  assert np.abs(right).max() < 4, right
-  assert np.abs(wrong).max() > 4, wrong
+def agree(measured, expected):
+  """Checks a measured gradient within 4 standard errors, and that 1.5 times the exact one would fail."""
+  scores, scores_of_longer = (sampled.z_scores(measured, x) for x in (expected, 1.5 * expected))
+  assert np.abs(scores).max() < 4, scores
+  assert np.abs(scores_of_longer).max() > 4, scores_of_longer
 
 
 @pytest.mark.parametrize('name', CASES)
-def test_policy_gradients(name):
+def test_gradient_of_policy_losses_and_estimators(name):
   x = CASES[name]
-  agree(measured(x.algorithm.objective(x.config).coupled)[name], exact(x))
+  agree(measured_policy_losses(x.algorithm.objective(x.config).coupled)[name], exact(x))
 
 
 # --------------------------------------------------------------------- turns
 
-BY_TURN = {
+TURN_CASES = {
   'mt_grpo': case('mt_grpo', where=TURNS, turn_gamma=0.6),
   'mt_grpo, without the std': case('mt_grpo', where=TURNS, scale_rewards='none'),
   'gigpo': case('gigpo', where=TURNS, turn_gamma=0.6, step_weight=1.5),
@@ -131,12 +131,12 @@ BY_TURN = {
 
 
 @functools.lru_cache
-def of_turns():
-  return sampled.gradients(BY_TURN)
+def measured_turns():
+  return sampled.gradients(TURN_CASES)
 
 
 def within(x, alike):
-  """(x - mean) / std of each sample among those of its group that are alike [K, G, G], itself included; 0 if alone."""
+  """(x - mean) / std of each sample among the samples of its group that are `alike` [K, G, G]; 0 if it is alone."""
   count = alike.sum(axis=2)
   mean = (alike * x[:, None]).sum(axis=2) / np.maximum(count, 1)
   variance = (alike * (x[:, None] - mean[..., None]) ** 2).sum(axis=2) / np.maximum(count - 1, 1)
@@ -144,29 +144,29 @@ def within(x, alike):
 
 
 def advantages_of_turns(rl, first, outcome, second, state):
-  """[K, G, 2] from rewards of first turns and outcomes, where there is a `second` turn, and what it has seen."""
+  """Returns advantages [K, G, 2]; `second`: whether there is a second turn; `state`: what it has seen."""
   every = np.ones((*first.shape, first.shape[1]), bool)
-  both = second[:, None] & second[..., None]
+  both_have_second = second[:, None] & second[..., None]
 
   def normalized(x, alike):
     centered = x - (alike * x[:, None]).sum(axis=2) / np.maximum(alike.sum(axis=2), 1)
     return within(x, alike) if rl.scale_rewards == 'group' else centered
 
-  if rl.advantage == 'mt_grpo':  # arXiv:2505.11821: A_1 + gamma A_2 and A_2; the last turn has the outcome
+  if rl.advantage == 'mt_grpo':  # arXiv:2505.11821: A_1 + gamma A_2 and A_2; the outcome belongs to the last turn
     end = normalized(outcome, every)
     late = np.where(second, end, 0)
     return np.stack([normalized(first, every) + np.where(second, rl.turn_gamma * late, end), late], axis=2)
   # GiGPO (arXiv:2505.10978), eqs. 3, 7 and 8: returns are compared where the states are the same.
   returns = first + np.where(second, rl.turn_gamma, 1) * outcome
-  same = both & (state[:, None] == state[..., None])
-  gains = np.stack([normalized(returns, every), np.where(second, normalized(outcome, same), 0)], axis=2)
+  same_state = both_have_second & (state[:, None] == state[..., None])
+  gains = np.stack([normalized(returns, every), np.where(second, normalized(outcome, same_state), 0)], axis=2)
   return normalized(first + outcome, every)[..., None] + rl.step_weight * gains
 
 
-@pytest.mark.parametrize('name', BY_TURN)
-def test_rewards_of_turns(name):
+@pytest.mark.parametrize('name', TURN_CASES)
+def test_gradient_with_rewards_per_turn(name):
   prompt, answers = sampled.members(3)
-  p, rl = prompt[:, None], BY_TURN[name].config.rl
+  p, rl = prompt[:, None], TURN_CASES[name].config.rl
   groups = sampled.groups('policy', 'policy', 'policy', 3)
   turns = sampled.MASK[answers][..., [0, 2]]
   seen = np.array([a[1] if len(a) > 1 else -1 for a in sampled.ANSWERS])[answers]
@@ -175,11 +175,11 @@ def test_rewards_of_turns(name):
   weight = groups.chance[:, None, None] * turns
   slope = np.zeros((*answers.shape, sampled.C))
   slope[..., [0, 2]] = -weight / weight.sum() * gains
-  agree(of_turns()[name], sampled.of_weights('policy', sampled.of_answers(slope)))
+  agree(measured_turns()[name], sampled.of_weights('policy', sampled.of_answers(slope)))
 
 
-def test_batches_are_those_of_the_controller():
-  """`sampled.gradients` calls the parts of a step; this is the whole step, which loads the weights and samples."""
+def test_batches_of_the_shared_steps_equal_those_of_the_controller():
+  """`sampled.gradients` calls the parts of a step; `whole` makes a whole one, which also loads weights and samples."""
   x = case(kl_coef=1.0)
   roles = sampled.Roles(sampled.trainable(sampled.objective_of([x])), reference=sampled.shared()['reference'])
   controller = sampled.make_controller(x.algorithm, x.config, roles)
@@ -205,14 +205,14 @@ def test_batches_are_those_of_the_controller():
     ('token', 'sequence'),
   ],
 )
-def test_another_method_would_be_found(name, other):
-  assert np.abs(sampled.z_scores(measured(False)[name], exact(CASES[other]))).max() > 4
+def test_gradient_of_another_method_is_rejected(name, other):
+  assert np.abs(sampled.z_scores(measured_policy_losses(False)[name], exact(CASES[other]))).max() > 4
 
 
 # --------------------------------------------------------------- preferences
 
 
-def s(x):
+def s(x):  # sigmoid
   return 1 / (1 + jnp.exp(-x))
 
 
@@ -226,23 +226,23 @@ def kl(p, q):
 
 
 def both(margin):
-  """The probabilities that each answer is the better one."""
+  """Returns the probabilities that the first, and that the second answer is the better one."""
   return jnp.stack([s(margin), s(-margin)], axis=-1)
 
 
-ALPHA = 0.7  # of the divergence, and of the tokens that LD-DPO weighs less
+ALPHA = 0.7  # of the alpha divergence, and the weight of LD-DPO beyond the shorter answer
 
 
 def by_divergence(score):
-  """DPO with score(ratio) in place of log ratio (arXiv:2309.16240): f' of the divergence, where a constant cancels."""
+  """DPO with score(ratio) in place of log ratio (arXiv:2309.16240); score is f' up to a constant, which cancels."""
   return lambda c, r, *_: -jnp.log(s(BETA * (score(jnp.exp(c)) - score(jnp.exp(r)))))
 
 
-SMOOTHED = np.array([0.7, 0.3])  # the labels of `label_smoothing`
-UNBIASED = np.array([0.7, -0.3]) / 0.4  # of which a share of 0.3 is wrong
+SMOOTHED = np.array([0.7, 0.3])  # labels with label_smoothing=0.3
+UNBIASED = np.array([0.7, -0.3]) / 0.4  # makes the loss unbiased if a share of 0.3 of the labels is wrong
 
-# c and r are log-ratios to the reference, w and v (log-prob, length) of the chosen and the rejected answer. OPTIONS has
-# what differs from the defaults of a loss.
+# Of the chosen and the rejected answer, c and r are log-ratios to the reference, and w and v are (log-prob, length).
+# OPTIONS has the options that differ from the defaults of a loss.
 PREFERENCES = {
   'sigmoid': lambda c, r, *_: -jnp.log(s(BETA * (c - r))),  # arXiv:2305.18290, eq. 7
   'ipo': lambda c, r, w, v: (c / w[1] - r / v[1] - 1 / (2 * BETA)) ** 2,  # arXiv:2310.12036, eq. 17, of means
@@ -263,7 +263,7 @@ PREFERENCES = {
   'sigmoid, smoothed': lambda c, r, *_: -(jnp.log(both(BETA * (c - r))) * SMOOTHED).sum(axis=-1),
   'sigmoid, forward_kl': by_divergence(lambda ratio: -1 / ratio),
   'sigmoid, js_divergence': by_divergence(lambda ratio: jnp.log(2 * ratio / (1 + ratio))),
-  # Its alpha is 1 - f_alpha.
+  # The alpha of this formula is 1 - f_alpha.
   'sigmoid, alpha_divergence': by_divergence(lambda ratio: (1 - ratio**-ALPHA) / ALPHA),
   'sigmoid, wpo': lambda c, r, *_: -jnp.log(s(BETA * (c - r))),
   'sigmoid, ld': lambda c, r, *_: -jnp.log(s(BETA * (c - r))),  # arXiv:2409.06411, eq. 10
@@ -282,8 +282,8 @@ def blended(x):
 
 
 @functools.lru_cache
-def of_pairs():
-  """Best and worst of two samples, as online DPO makes pairs."""
+def measured_pairs():
+  """Gradients of pairs of the better and the worse of two samples, as online DPO makes them."""
   cases = {}
   for name in PREFERENCES:
     options = dict(losses=(name.partition(',')[0],), beta=BETA) | OPTIONS.get(name, {})
@@ -292,11 +292,11 @@ def of_pairs():
 
 
 def weights_of_pairs(name, prompt, best, worst):
-  """How much each pair counts [K], without gradient."""
+  """Returns the weight of each pair [K], which has no gradient."""
   rewards = sampled.rewards()
   weight = sampled.groups('policy', 'policy', 'policy').chance * (rewards[prompt, best] != rewards[prompt, worst])
   weight = weight / weight.sum()
-  if name == 'sigmoid, wpo':  # arXiv:2406.11827, eq. 2: the probability of each answer beside that of a typical one
+  if name == 'sigmoid, wpo':  # arXiv:2406.11827, eq. 2: the probability of each answer relative to a typical one
     policy = jax.nn.softmax(sampled.logits(sampled.params('policy')) / sampled.TEMPERATURE)
     gap = sampled.logprobs('policy') - np.log((policy**2).sum(axis=-1)) * sampled.MASK
     mean = gap.sum(axis=2) / sampled.LENGTHS
@@ -305,27 +305,27 @@ def weights_of_pairs(name, prompt, best, worst):
 
 
 @pytest.mark.parametrize('name', PREFERENCES)
-def test_preferences(name):
+def test_gradient_of_pair_losses(name):
   prompt, answers = sampled.members()
   rewards = sampled.rewards()[prompt[:, None], answers]
   best = answers[np.arange(len(answers)), rewards.argmax(axis=1)]
   worst = answers[np.arange(len(answers)), rewards.argmin(axis=1)]
   weight = weights_of_pairs(name, prompt, best, worst)
-  beyond = ALPHA if name == 'sigmoid, ld' else 1
+  tail_weight = ALPHA if name == 'sigmoid, ld' else 1
   shorter = np.minimum(sampled.LENGTHS[best], sampled.LENGTHS[worst])
-  share = np.where(np.arange(sampled.C) < shorter[:, None], 1, beyond)
+  token_weight = np.where(np.arange(sampled.C) < shorter[:, None], 1, tail_weight)
 
   def loss(logprobs):
     ratio = logprobs - sampled.logprobs('reference')
-    ratios = [(share * ratio[prompt, x]).sum(axis=1) for x in (best, worst)]
+    ratios = [(token_weight * ratio[prompt, x]).sum(axis=1) for x in (best, worst)]
     sides = [(logprobs[prompt, x].sum(axis=1), sampled.LENGTHS[x]) for x in (best, worst)]
     return (weight * PREFERENCES[name](*ratios, *sides)).sum()
 
   slope = jax.grad(loss)(jnp.asarray(sampled.logprobs('policy'), jnp.float32))
-  agree(of_pairs()[name], sampled.of_weights('policy', np.asarray(slope)))
+  agree(measured_pairs()[name], sampled.of_weights('policy', np.asarray(slope)))
 
 
-# Optimal transport (arXiv:2406.05882): what is sorted, of log-probs [P, Y] of policy and reference.
+# Optimal transport (arXiv:2406.05882): the two margins that are sorted, by log-probs [P, Y] of policy and reference.
 TRANSPORTS = {
   'aot': lambda c, r, ref_c, ref_r: (c - r, ref_c - ref_r),
   'aot_unpaired': lambda c, r, ref_c, ref_r: (c - ref_c, r - ref_r),
@@ -333,7 +333,7 @@ TRANSPORTS = {
 
 
 def in_twos(roles, config, graded):
-  """A batch of rows that are micro-batches, which have a pair of either prompt: sorting couples those."""
+  """Makes a batch whose rows are micro-batches with a pair of either prompt, which the sorting couples."""
   rollout, rows = graded.rollout, []
   for first in range(0, len(rollout.prompts), 2):
     rows.append([])
@@ -349,7 +349,7 @@ def in_twos(roles, config, graded):
 
 
 @functools.lru_cache
-def of_transports():
+def measured_transports():
   options = dict(beta=BETA, label_smoothing=0.3)
   cases = {}
   for name in TRANSPORTS:
@@ -359,36 +359,36 @@ def of_transports():
 
 
 @pytest.mark.parametrize('name', TRANSPORTS)
-def test_transports(name):
-  """For any two pairs that can be drawn, smaller is compared with smaller, and larger with larger."""
+def test_gradient_of_optimal_transport_losses(name):
+  """For any two pairs that can be drawn, the smaller margins are compared with each other, and so are the larger."""
   rewards, chance = sampled.rewards(), sampled.chance('policy')
-  better = [np.argwhere(x[:, None] > x) for x in rewards]  # [pairs, 2] of either prompt
+  better = [np.argwhere(x[:, None] > x) for x in rewards]  # for either prompt: (better, worse) answers [pairs, 2]
   weights = [2 * p[x[:, 0]] * p[x[:, 1]] for p, x in zip(chance, better)]
-  alone = [1 - x.sum() for x in weights]  # that a prompt has no pair
+  alone = [1 - x.sum() for x in weights]  # the probability that a prompt has no pair
 
   def loss(logprobs):
-    whole, reference = logprobs.sum(axis=2), sampled.logprobs('reference').sum(axis=2)
-    sides = [[table[p][x[:, i]] for table in (whole, reference) for i in (0, 1)] for p, x in enumerate(better)]
-    (one, below), (other, under) = (TRANSPORTS[name](*x) for x in sides)
+    policy, reference = logprobs.sum(axis=2), sampled.logprobs('reference').sum(axis=2)
+    sides = [[table[p][x[:, i]] for table in (policy, reference) for i in (0, 1)] for p, x in enumerate(better)]
+    (one, one_below), (other, other_below) = (TRANSPORTS[name](*x) for x in sides)
 
     def compared(x, y):
       return -(jnp.log(both(BETA * (x - y))) * SMOOTHED).sum(axis=-1)
 
-    one, below = one[:, None], below[:, None]
-    of_two = sum(compared(f(one, other), f(below, under)) for f in (jnp.minimum, jnp.maximum))
-    singles = (weights[0] * compared(one, below)[:, 0]).sum() * alone[1]
-    singles += (weights[1] * compared(other, under)).sum() * alone[0]
+    one, one_below = one[:, None], one_below[:, None]
+    of_two = sum(compared(f(one, other), f(one_below, other_below)) for f in (jnp.minimum, jnp.maximum))
+    singles = (weights[0] * compared(one, one_below)[:, 0]).sum() * alone[1]
+    singles += (weights[1] * compared(other, other_below)).sum() * alone[0]
     return (weights[0][:, None] * weights[1] * of_two).sum() + singles
 
   slope = jax.grad(loss)(jnp.asarray(sampled.logprobs('policy'), jnp.float32))
-  agree(of_transports()[name], sampled.of_weights('policy', np.asarray(slope)))
+  agree(measured_transports()[name], sampled.of_weights('policy', np.asarray(slope)))
 
 
 # -------------------------------------------------------------------- labels
 
 
 def labeled(roles, config, graded):
-  """A batch of KTO from samples: right is what has a reward above 0, and z comes from answers to the other prompt."""
+  """Makes a batch of KTO from samples; positive rewards are desirable, and z comes from answers to the other prompt."""
   rollout, examples = graded.rollout, []
   answers = [(x[:n], np.ones(n)) for x, n in zip(rollout.completions, rollout.lengths)]
   for i, answer in enumerate(answers):
@@ -404,7 +404,7 @@ def labeled(roles, config, graded):
 
 
 @functools.lru_cache
-def of_labels():
+def measured_kto():
   def objective(config):  # at the temperature of the samples
     return dataclasses.replace(kto.objective(config), temperature=sampled.TEMPERATURE)
 
@@ -415,19 +415,19 @@ def of_labels():
 
 
 @pytest.mark.parametrize('name', kto.LOSSES)
-def test_kto(name):
-  """1 - s(beta (x - z)) of desirable samples, 1 - s(beta (z - x)) of others (arXiv:2402.01306, eq. 8), z constant."""
-  chance, right = sampled.chance('policy'), sampled.rewards() > 0
+def test_gradient_of_kto_losses(name):
+  """Desirable: 1 - s(beta (x - z)); others: 1 - s(beta (z - x)) (arXiv:2402.01306, eq. 8); z is constant."""
+  chance, desirable = sampled.chance('policy'), sampled.rewards() > 0
   ratio = (sampled.logprobs('policy') - sampled.logprobs('reference')).sum(axis=2)
   z = max(0, (chance[::-1] * ratio).sum() / 2) if name == 'kto' else 0
   assert z > 0.05 or name != 'kto'
 
   def loss(logprobs):
     x = (logprobs - sampled.logprobs('reference')).sum(axis=2)
-    return (chance / 2 * jnp.where(right, 1 - s(BETA * (x - z)), 1.5 * (1 - s(BETA * (z - x))))).sum()
+    return (chance / 2 * jnp.where(desirable, 1 - s(BETA * (x - z)), 1.5 * (1 - s(BETA * (z - x))))).sum()
 
   slope = jax.grad(loss)(jnp.asarray(sampled.logprobs('policy'), jnp.float32))
-  agree(of_labels()[name], sampled.of_weights('policy', np.asarray(slope)))
+  agree(measured_kto()[name], sampled.of_weights('policy', np.asarray(slope)))
 
 
 # -------------------------------------------------------------- distillation
@@ -436,18 +436,18 @@ BETAS = {'forward KL': 0.0, 'JSD': 0.3, 'reverse KL': 1.0, 'reverse KL to two': 
 
 
 @functools.lru_cache
-def of_teachers():
+def measured_distillation():
   cases = {}
   for name, beta in BETAS.items():
-    several = dict(teachers=('x', 'y'), weights=(1.0, 3.0)) if name.endswith('two') else dict(teachers=('x',))
-    config = sampled.config_of('gkd', distill=dict(beta=beta, temperature=1.5, **several))
+    teachers = dict(teachers=('x', 'y'), weights=(1.0, 3.0)) if name.endswith('two') else dict(teachers=('x',))
+    config = sampled.config_of('gkd', distill=dict(beta=beta, temperature=1.5, **teachers))
     cases[name] = Case(algorithms.load_algorithm('gkd'), config)
   return sampled.gradients(cases)
 
 
 @functools.lru_cache
-def of_divergences():
-  """The gradients of the weights [D] by name, which compile at once.
+def exact_distillation():
+  """Returns {name: gradient [D]}, in one program.
 
   Each is of the divergence of next tokens on samples of the student, which are not differentiated (arXiv:2306.13649,
   eq. 1).
@@ -458,21 +458,21 @@ def of_divergences():
   def losses(weights):
     student = jax.nn.softmax(sampled.logits(weights) / 1.5)
     mixed = 0.7 * student + 0.3 * teacher
-    found = {
+    by_name = {
       'forward KL': kl(teacher, student),
       'reverse KL': kl(student, teacher),
       'JSD': 0.3 * kl(teacher, mixed) + 0.7 * kl(student, mixed),
       'reverse KL to two': (kl(student, teacher) + 3 * kl(student, other)) / 4,
     }
-    return {name: (weight / weight.sum() * x).sum() for name, x in found.items()}
+    return {name: (weight / weight.sum() * x).sum() for name, x in by_name.items()}
 
-  found = jax.jit(jax.jacrev(losses))(sampled.params('policy'))
-  return {name: sampled.flat(x) for name, x in found.items()}
+  by_name = jax.jit(jax.jacrev(losses))(sampled.params('policy'))
+  return {name: sampled.flat(x) for name, x in by_name.items()}
 
 
 @pytest.mark.parametrize('name', BETAS)
-def test_distillation(name):
-  agree(of_teachers()[name], of_divergences()[name])
+def test_gradient_of_on_policy_distillation(name):
+  agree(measured_distillation()[name], exact_distillation()[name])
 
 
 # ------------------------------------------------------------------- critics
@@ -486,21 +486,22 @@ PPO = {
 
 
 @functools.lru_cache
-def of_ppo(role):
+def measured_ppo(role):
   return sampled.gradients({name: case('ppo', where=dict(role=role), **rl) for name, rl in PPO.items()})
 
 
 def gae(config, before):
-  """(advantages, returns) [P, Y, C]."""
+  """Returns (advantages, returns) [P, Y, C]."""
   rl = config.rl
   old = np.asarray(sampled.values(sampled.params(before)), np.float64) * sampled.MASK
   penalty = rl.kl_coef * (sampled.logprobs('policy') - sampled.logprobs('reference'))
-  of_policy = formulas.policy_lam(rl, sampled.MASK)
-  of_critic = of_policy if config.critic.lam < 0 else config.critic.lam
-  gains, others = (
-    formulas.sums_of_gae(sampled.rewards(), penalty, old, sampled.MASK, rl.gamma, lam) for lam in (of_policy, of_critic)
+  policy_lam = formulas.policy_lam(rl, sampled.MASK)
+  critic_lam = policy_lam if config.critic.lam < 0 else config.critic.lam
+  advantages, critic_advantages = (
+    formulas.sums_of_gae(sampled.rewards(), penalty, old, sampled.MASK, rl.gamma, lam)
+    for lam in (policy_lam, critic_lam)
   )
-  return gains, old + others
+  return advantages, old + critic_advantages
 
 
 def token_weights(rl):
@@ -509,47 +510,47 @@ def token_weights(rl):
   return weight / weight.sum()
 
 
-def of_policy(config, kind='policy', before='before'):
-  """The gradient of the weights [D] of a policy, or of one with a head."""
-  gains, _ = gae(config, before)
+def exact_policy_gradient(config, kind='policy', before='before'):
+  """Returns the exact gradient [D] of the PPO policy, or of a policy with a value head (`kind`)."""
+  advantages, _ = gae(config, before)
   tokens = (
     sampled.chance('policy')[..., None] * sampled.MASK / (sampled.chance('policy')[..., None] * sampled.MASK).sum()
   )
-  mean = (tokens * gains).sum()
-  white = (gains - mean) / np.sqrt((tokens * (gains - mean) ** 2).sum())
-  return sampled.of_weights(kind, -token_weights(config.rl) * white)
+  mean = (tokens * advantages).sum()
+  whitened = (advantages - mean) / np.sqrt((tokens * (advantages - mean) ** 2).sum())
+  return sampled.of_weights(kind, -token_weights(config.rl) * whitened)
 
 
-def of_critic(config, kind='critic', before='before'):
-  """1/2 max((V - R)^2, (clip(V) - R)^2), V held near the values that were scored (arXiv:2005.12729, section 3)."""
+def exact_critic_gradient(config, kind='critic', before='before'):
+  """The loss is 1/2 max((V - R)^2, (clip(V) - R)^2), clipped near the scored values (arXiv:2005.12729, section 3)."""
   _, returns = gae(config, before)
   now, old = (np.asarray(sampled.values(sampled.params(x)), np.float64) for x in (kind, before))
   clip = config.critic.value_clip
   outside = np.abs(now - old) > clip
-  held = np.clip(now, old - clip, old + clip)
-  slope = np.where(outside & ((held - returns) ** 2 > (now - returns) ** 2), 0, now - returns)
+  clipped = np.clip(now, old - clip, old + clip)
+  slope = np.where(outside & ((clipped - returns) ** 2 > (now - returns) ** 2), 0, now - returns)
   assert 0.05 < (token_weights(config.rl) * (slope == 0)).sum() < 0.95
   _, pull_back = jax.vjp(sampled.values, sampled.params(kind))
-  (wanted,) = pull_back(jnp.asarray(token_weights(config.rl) * slope, jnp.float32))
-  return sampled.flat(wanted)
+  (gradient,) = pull_back(jnp.asarray(token_weights(config.rl) * slope, jnp.float32))
+  return sampled.flat(gradient)
 
 
 @pytest.mark.parametrize('name', PPO)
-def test_the_policy_of_ppo(name):
-  agree(of_ppo('policy')[name], of_policy(case('ppo', **PPO[name]).config))
+def test_gradient_of_the_ppo_policy(name):
+  agree(measured_ppo('policy')[name], exact_policy_gradient(case('ppo', **PPO[name]).config))
 
 
 @pytest.mark.parametrize('name', PPO)
-def test_the_critic_of_ppo(name):
-  agree(of_ppo('critic')[name], of_critic(case('ppo', **PPO[name]).config))
+def test_gradient_of_the_ppo_critic(name):
+  agree(measured_ppo('critic')[name], exact_critic_gradient(case('ppo', **PPO[name]).config))
 
 
-def test_a_head_of_values():
+def test_gradient_of_a_policy_with_a_value_head():
   """The loss of the values is added to that of the policy, and both reach the layers that they share."""
   head = dict(value_head=True, coef=0.3, value_clip=0.02)
   x = case('ppo', where=dict(present='value, critic'), critic=head, lam=0.5, kl_coef=0.5)
-  found = sampled.gradients({'': x})['']
+  measured = sampled.gradients({'': x})['']
   kinds = 'value, critic', 'value, before'
-  of_values = of_critic(x.config, *kinds)
-  agree(found, of_policy(x.config, *kinds) + 0.3 * of_values)
-  assert np.abs(sampled.z_scores(found, of_policy(x.config, *kinds) + 0.1 * of_values)).max() > 4
+  value_gradient = exact_critic_gradient(x.config, *kinds)
+  agree(measured, exact_policy_gradient(x.config, *kinds) + 0.3 * value_gradient)
+  assert np.abs(sampled.z_scores(measured, exact_policy_gradient(x.config, *kinds) + 0.1 * value_gradient)).max() > 4

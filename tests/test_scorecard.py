@@ -1,4 +1,4 @@
-"""The scorecard names tests that are there."""
+"""The reliability scorecard (tests/scorecard.py): its rows, the counts of their cases, limits of soaks, and signals."""
 
 import os
 import pathlib
@@ -15,12 +15,12 @@ PAGE = scorecard.CLONE / 'docs' / 'reliability.md'
 
 
 @pytest.mark.parametrize('row', scorecard.ROWS, ids=lambda row: row.number)
-def test_its_tests_are_there(row):
-  lost = [test for test in (*row.tests, *row.more) if not scorecard.is_there(test)]
-  assert not lost
+def test_tests_of_each_row_exist(row):
+  missing = [test for test in (*row.tests, *row.more) if not scorecard.is_there(test)]
+  assert not missing
 
 
-def test_the_page_has_its_rows():
+def test_reliability_page_has_the_rows_of_the_scorecard():
   numbers = re.findall(r'^\| (R\d+) \|', PAGE.read_text('utf-8'), re.M)
   assert numbers == [row.number for row in scorecard.ROWS]
   cells = [line.split('|')[2].strip() for line in PAGE.read_text('utf-8').splitlines() if line.startswith('| R')]
@@ -28,7 +28,7 @@ def test_the_page_has_its_rows():
   assert not stale, 'run python -m tests.scorecard'
 
 
-def test_cases_are_counted_by_row():
+def test_passed_and_failed_cases_are_counted_by_row():
   plugin = scorecard.Collector({'R1': ('test_a.py::test_x',), 'R2': ('test_a.py',)})
   plugin.rows |= {'tests/test_a.py::test_x[0]': ['R1', 'R2']}
 
@@ -44,12 +44,12 @@ def test_cases_are_counted_by_row():
   assert plugin.failed == [Report.nodeid]
 
 
-def test_a_soak_that_grows_fails():
-  """By more than 1 % of memory (for each hour), by a file, or by a thread, after its first third."""
+def test_soak_fails_if_memory_files_or_threads_grow():
+  """After its first third, a soak may not add more than 1 % of memory per hour, a file, or a thread."""
   flat = [(float(n), 500.0, 16, 34, n) for n in range(90)]
 
-  def end(*held):
-    return [*flat, *((90.0 + n, *held, 90 + n) for n in range(10))]
+  def end(*measured):
+    return [*flat, *((90.0 + n, *measured, 90 + n) for n in range(10))]
 
   assert scorecard.grown([(0.0, 100.0, 1, 1, 0), *flat]) == []
   assert scorecard.grown(end(504.0, 16, 34)) == []
@@ -58,7 +58,7 @@ def test_a_soak_that_grows_fails():
     'open files grew from 16 to 17',
     'threads grew from 34 to 35',
   ]
-  assert scorecard.grown([*flat, (90.0, 500.0, 28, 44, 90)]) == []  # as inside a save
+  assert scorecard.grown([*flat, (90.0, 500.0, 28, 44, 90)]) == []  # a single peak, as within a save, is no growth
   assert scorecard.grown([*flat, (4 * 3600.0, 515.0, 16, 34, 99)]) == []
 
 
@@ -78,8 +78,8 @@ def test_slow():
 """
 
 
-def test_a_signal_ends_it_with_all_processes_and_prints_what_was_measured(tmp_path):
-  """Also a process that a test has started in a session of its own."""
+def test_sigterm_ends_all_processes_and_prints_partial_results(tmp_path):
+  """Even a process that a test has started in a session of its own is ended."""
   (tmp_path / 'tests').mkdir()
   (tmp_path / 'tests' / '__init__.py').touch()
   (tmp_path / 'tests' / 'test_x.py').write_text(TESTS)
@@ -102,9 +102,9 @@ def test_a_signal_ends_it_with_all_processes_and_prints_what_was_measured(tmp_pa
     assert process.poll() is None
     time.sleep(0.05)
   process.terminate()
-  said, _ = process.communicate(timeout=120)
+  printed, _ = process.communicate(timeout=120)
   assert process.returncode == 128 + signal.SIGTERM
-  assert '| R1 | a | 3 of 3 cases; 1 tests were not run |' in said
+  assert '| R1 | a | 3 of 3 cases; 1 tests were not run |' in printed
   alive.unlink()
   time.sleep(0.3)
   assert not alive.exists()

@@ -1,4 +1,4 @@
-"""Attention to the tokens that an indexer chooses: what tests/test_families.py does not see of it."""
+"""Sparse attention (DeepSeek-V3.2, GLM): the choice of tokens by the indexer, caches, adapters and config fields."""
 
 import dataclasses
 import functools
@@ -16,54 +16,56 @@ from jaxpost.formats import config_export, config_json
 from jaxpost.models import attention_xla, layers, sparse_attention, transformer
 from jaxpost.models import model as model_lib
 
-TOP = tiny.sparse().index_topk
+TOPK = tiny.sparse().index_topk
 
 
 @functools.cache
-def made():
+def build():
   model = model_lib.build(tiny.sparse())
   return model, tiny.params(model)
 
 
 @pytest.mark.parametrize('fields', [dict(index_topk=6), dict(index_interleaved=True)], ids=str)
-def test_every_field_counts(fields):
-  ids, (model, params) = tiny.tokens((1, 20)), made()
+def test_each_field_changes_the_logits(fields):
+  ids, (model, params) = tiny.tokens((1, 20)), build()
   other = model_lib.build(tiny.sparse(**fields))
-  right = tiny.logits(model, params, ids)
-  assert tiny.largest(tiny.logits(other, params, ids) - right) > 1e-3 * tiny.largest(right)
+  expected = tiny.logits(model, params, ids)
+  assert tiny.largest(tiny.logits(other, params, ids) - expected) > 1e-3 * tiny.largest(expected)
 
 
-def test_as_many_tokens_as_are_chosen_are_dense_attention():
-  """In short rows to the bit, and for the first tokens of longer ones."""
-  model, params = made()
+def test_attention_is_dense_up_to_index_topk_tokens():
+  """Short rows equal dense attention to the bit, and the first tokens of longer rows do up to rounding."""
+  model, params = build()
   dense = model_lib.build(tiny.latent())
-  ids = tiny.tokens((2, TOP + 4))
-  short, whole = (tiny.logits(model, params, ids[:, :n]) for n in (TOP, TOP + 4))
-  right = tiny.logits(dense, params, ids)
-  np.testing.assert_array_equal(short, tiny.logits(dense, params, ids[:, :TOP]))
-  assert tiny.largest(whole[:, :TOP] - right[:, :TOP]) <= 1e-5 * tiny.largest(right)
-  assert tiny.largest(whole[:, TOP:] - right[:, TOP:]) > 1e-2 * tiny.largest(right)
+  ids = tiny.tokens((2, TOPK + 4))
+  short, long = (tiny.logits(model, params, ids[:, :n]) for n in (TOPK, TOPK + 4))
+  expected = tiny.logits(dense, params, ids)
+  np.testing.assert_array_equal(short, tiny.logits(dense, params, ids[:, :TOPK]))
+  assert tiny.largest(long[:, :TOPK] - expected[:, :TOPK]) <= 1e-5 * tiny.largest(expected)
+  assert tiny.largest(long[:, TOPK:] - expected[:, TOPK:]) > 1e-2 * tiny.largest(expected)
 
 
-def test_of_equal_scores_the_earliest_tokens_are_chosen():
-  """The scores are those of the keys, as the query and its weight are 1."""
+def test_ties_of_the_indexer_choose_the_earliest_tokens():
+  """The query and its weight are 1, so the scores are the keys after a ReLU."""
   scores = jnp.array([0.0, 2.0, 0.0, 0.0, 1.0, 0.0, -1.0, 9.0])
-  mask = jnp.arange(8) != 7  # which none may see
+  mask = jnp.arange(8) != 7  # the last key is masked, in spite of its score of 9
   cfg = tiny.sparse(index_topk=4, index_heads=1, index_dim=1)
-  one = jnp.ones((1, 1, 1, 1))
-  found = sparse_attention.choose(mask[None, None], one, one[0], scores[None, :, None], cfg, compute=tiny.EXACT)
-  np.testing.assert_array_equal(np.flatnonzero(found), [0, 1, 2, 4])  # the relu makes -1 a 0, too
-  few = jnp.arange(8) < 3
-  found = sparse_attention.choose(few[None, None], one, one[0], scores[None, :, None], cfg, compute=tiny.EXACT)
-  np.testing.assert_array_equal(np.flatnonzero(found), [0, 1, 2])
+  query = jnp.ones((1, 1, 1, 1))
+  chosen = sparse_attention.choose(mask[None, None], query, query[0], scores[None, :, None], cfg, compute=tiny.EXACT)
+  np.testing.assert_array_equal(np.flatnonzero(chosen), [0, 1, 2, 4])  # the ReLU makes -1 a 0, which comes too late
+  short_mask = jnp.arange(8) < 3
+  chosen = sparse_attention.choose(
+    short_mask[None, None], query, query[0], scores[None, :, None], cfg, compute=tiny.EXACT
+  )
+  np.testing.assert_array_equal(np.flatnonzero(chosen), [0, 1, 2])
 
 
-def test_long_rows_and_remat_are_short_rows_in_a_row(monkeypatch):
-  """Forward and gradient of packed documents, one of them no longer than what is chosen; the indexer has none."""
-  model, params = made()
+def test_chunked_and_rematerialized_rows_match_plain_attention(monkeypatch):
+  """Forward and gradient of packed documents, one of them no longer than index_topk; the indexer is frozen."""
+  model, params = build()
   ids, segments = tiny.tokens((2, 22)), np.repeat([[1, 2, 3, 0]], 2, axis=0).repeat([4, 9, 7, 2], axis=1)
 
-  def both(**fields):
+  def grads_and_hidden(**fields):
     compute = dataclasses.replace(tiny.EXACT, **fields)
 
     def loss(p):
@@ -72,12 +74,12 @@ def test_long_rows_and_remat_are_short_rows_in_a_row(monkeypatch):
 
     return jax.jit(jax.grad(loss, has_aux=True))(params)
 
-  grads, right = both()
+  grads, expected = grads_and_hidden()
   monkeypatch.setattr(attention_xla, '_LONG', 16)
-  again, found = both(unroll=False, remat='dots', q_chunk=3)
-  assert tiny.largest(found - right) <= 1e-5 * tiny.largest(right)
+  chunked_grads, chunked = grads_and_hidden(unroll=False, remat='dots', q_chunk=3)
+  assert tiny.largest(chunked - expected) <= 1e-5 * tiny.largest(expected)
   jax.tree.map(
-    lambda a, b: np.testing.assert_array_less(tiny.largest(a - b), 1e-4 * tiny.largest(b) + 1e-9), again, grads
+    lambda a, b: np.testing.assert_array_less(tiny.largest(a - b), 1e-4 * tiny.largest(b) + 1e-9), chunked_grads, grads
   )
   frozen = model_lib.freeze(model, '').frozen
   assert frozen == {path for path in model.table if '/index_' in path}
@@ -85,8 +87,8 @@ def test_long_rows_and_remat_are_short_rows_in_a_row(monkeypatch):
 
 
 @pytest.mark.parametrize('pages', [0, 4])
-def test_slots_keep_the_keys_of_the_indexer(pages):
-  model, params = made()
+def test_cache_holds_the_keys_of_the_indexer(pages):
+  model, params = build()
   engine = proofs.engine(model, max_new_tokens=24, page_size=pages)
   engine.load(params, version=0)
   cache = engine.programs.init.outputs().cache
@@ -94,8 +96,8 @@ def test_slots_keep_the_keys_of_the_indexer(pages):
   proofs.check_slots(model, params, engine)
 
 
-def test_64_greedy_tokens_are_those_of_transformers(tmp_path):
-  # Scores at the limit are often 0 with few heads, and torch.topk may choose any of these.
+def test_64_greedy_tokens_equal_those_of_transformers(tmp_path):
+  # With few heads, scores at the limit of the top k are often 0, and torch.topk may choose any of the ties.
   proofs.check_greedy_text(tiny.sparse(index_heads=16, attention_scale=10**-0.5), tmp_path)
 
 
@@ -104,12 +106,12 @@ def folder(tmp_path):
   return tiny.folder(tmp_path / 'model', family='deepseek_v32', num_layers=2, num_heads=2, num_kv_heads=2)
 
 
-def test_grpo(folder, tmp_path):
+def test_grpo_step_has_matching_sampler_and_trainer_logprobs(folder, tmp_path):
   proofs.check_grpo(folder, tmp_path / 'run', targets='q_b|kv_b|o')
 
 
 @pytest.mark.parametrize('quantized', ['', 'int8'])
-def test_adapters_and_quantized_bases(tmp_path, quantized):
+def test_adapters_match_merged_weights_on_plain_and_int8_bases(tmp_path, quantized):
   proofs.check_adapters(tiny.sparse(lora=(2, 5.0, False, 'q_a|q_b|kv_a|kv_b|o')), quantized, tmp_path)
 
 
@@ -118,12 +120,12 @@ def test_adapters_of_the_indexer_are_refused():
     model_lib.build(tiny.sparse(lora=(2, 5.0, False, 'index_q|o')))
 
 
-def test_a_resumed_run_is_the_same_to_the_bit_and_keeps_the_indexer(folder, tmp_path):
-  """Weight decay would change what has no gradient."""
-  found = proofs.check_resume(folder, tmp_path, optim=dict(lr=3e-3, weight_decay=0.1))
+def test_resumed_run_is_bitwise_identical_and_keeps_the_indexer(folder, tmp_path):
+  """The weight decay would change parameters without a gradient if they were not frozen."""
+  after = proofs.check_resume(folder, tmp_path, optim=dict(lr=3e-3, weight_decay=0.1))
   before = proofs.tensors(pathlib.Path(folder))
-  same = {name for name, x in before.items() if np.array_equal(x, found[name])}
-  assert same == {name for name in before if 'indexer' in name or 'correction_bias' in name}
+  unchanged = {name for name, x in before.items() if np.array_equal(x, after[name])}
+  assert unchanged == {name for name in before if 'indexer' in name or 'correction_bias' in name}
 
 
 RAW = dict(
@@ -140,7 +142,7 @@ GLM |= dict(num_hidden_layers=78, num_attention_heads=64, num_key_value_heads=64
 
 
 @pytest.mark.parametrize('raw, size, active', [(RAW, 672, 37.5), (GLM, 744, 40)], ids=['deepseek_v32', 'glm_moe_dsa'])
-def test_sizes_are_those_that_are_published(raw, size, active):
+def test_parameter_counts_match_the_published_sizes(raw, size, active):
   cfg, unread = config_json.from_hf(raw | dict(rope_interleave=True, index_topk_freq=1), 'here')
   assert not unread and (cfg.index_topk, cfg.index_dim) == (2048, 128)
   assert config_json.from_hf(config_export.to_hf(cfg), 'here') == (cfg, [])
@@ -148,8 +150,8 @@ def test_sizes_are_those_that_are_published(raw, size, active):
   assert transformer.num_active(cfg, transformer.param_table(cfg)) / 1e9 == pytest.approx(active, rel=0.05)
 
 
-def test_layers_with_experts_may_be_listed():
-  """`transformers` writes the list beside a default of the older field."""
+def test_mlp_layer_types_sets_the_first_expert_layer():
+  """`transformers` writes the list next to the default of the older field, first_k_dense_replace."""
   kinds = ['dense'] * 5 + ['sparse'] * 56
   cfg, _ = config_json.from_hf(RAW | dict(mlp_layer_types=kinds, first_k_dense_replace=3), 'here')
   assert cfg.experts.first_dense == 5
@@ -177,16 +179,16 @@ def test_layers_with_experts_may_be_listed():
     (RAW, dict(index_topk_freq='4'), 'config.json'),
   ],
 )
-def test_what_is_not_built_is_refused_by_name(raw, fields, words):
+def test_unsupported_config_is_refused_with_its_field_name(raw, fields, words):
   with pytest.raises(InputError, match=words) as e:
     config_json.from_hf(raw | fields, 'config.json')
   assert '\n' not in str(e.value) and str(e.value).startswith('config.json: ')
 
 
 @pytest.mark.parametrize('parts, words', [(1, 'config.model.attention: splash'), (2, 'config.mesh: context')])
-def test_kernels_and_split_rows_are_refused(monkeypatch, parts, words):
-  """Rows that are longer than the number of chosen keys need the plain form."""
-  model, _ = made()
+def test_splash_kernel_and_context_axis_are_refused_for_long_rows(monkeypatch, parts, words):
+  """Rows that are longer than index_topk need attention without kernels, on undivided rows."""
+  model, _ = build()
   monkeypatch.setattr(layers, 'row_shards', lambda layout: parts)
   compute = dataclasses.replace(tiny.EXACT, attention='splash', forced=True)
   ids = tiny.tokens((2, 20))

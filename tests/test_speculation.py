@@ -1,4 +1,4 @@
-"""Speculation: drafts change how fast completions are sampled, and not which ones."""
+"""Speculative decoding (`rollout.speculation`): drafts change the speed of sampling, but not the samples."""
 
 import numpy as np
 import pytest
@@ -20,8 +20,8 @@ def model():
 
 
 @pytest.fixture
-def cheap(monkeypatch):
-  """Drafts pay as on an accelerator."""
+def cheap_verification(monkeypatch):
+  """Makes drafts pay on CPU, too, as on an accelerator."""
   monkeypatch.setattr(drafts, 'verify_cost', lambda *_: 2.0)
 
 
@@ -46,15 +46,15 @@ def requests(groups=3, size=6, **sampling):
   return [Request(prompt, 20 + n, i, sampling) for n, prompt in enumerate(prompts) for i in range(size)]
 
 
-def serve(engine, wanted, **options):
-  """({(prompt, sample): Completion}, figures)."""
+def serve(engine, requests_, **options):
+  """Returns ({(prompt, sample): Completion}, figures)."""
   done = {}
 
   def listen(completions, idle):
     done.update({(c.request.prompt, c.request.sample): c for c in completions})
     return ()
 
-  figures = engine.serve(wanted, run_key=KEY, step=2, next_requests=listen, **options)
+  figures = engine.serve(requests_, run_key=KEY, step=2, next_requests=listen, **options)
   return done, figures
 
 
@@ -68,31 +68,31 @@ CASES = {
 
 
 @pytest.mark.parametrize('name', CASES)
-def test_the_same_samples(name, model, params, cheap):
-  wanted = requests()
-  plain, _ = serve(make_engine(model, params, **CASES[name]), wanted)
-  found, figures = serve(make_engine(model, params, **CASES[name], speculation='ngram'), wanted)
-  assert found.keys() == plain.keys() and len(found) == len(wanted)
+def test_speculation_draws_the_same_samples(name, model, params, cheap_verification):
+  all_requests = requests()
+  plain, _ = serve(make_engine(model, params, **CASES[name]), all_requests)
+  speculative, figures = serve(make_engine(model, params, **CASES[name], speculation='ngram'), all_requests)
+  assert speculative.keys() == plain.keys() and len(speculative) == len(all_requests)
   assert figures['draft/blocks'] >= 2 and figures['draft/acceptance_rate'] > 0.1, figures
-  for key, one in plain.items():
-    np.testing.assert_array_equal(found[key].tokens, one.tokens)
-    assert (found[key].finished, found[key].stop_string) == (one.finished, one.stop_string)
-    np.testing.assert_allclose(found[key].logprobs, one.logprobs, atol=1e-5)
-    np.testing.assert_allclose(found[key].behavior_logprobs, one.behavior_logprobs, atol=1e-5)
-    if one.allowed is not None:
-      np.testing.assert_array_equal(found[key].allowed, one.allowed)
-      np.testing.assert_array_equal(found[key].top_ids, one.top_ids)
+  for key, expected in plain.items():
+    np.testing.assert_array_equal(speculative[key].tokens, expected.tokens)
+    assert (speculative[key].finished, speculative[key].stop_string) == (expected.finished, expected.stop_string)
+    np.testing.assert_allclose(speculative[key].logprobs, expected.logprobs, atol=1e-5)
+    np.testing.assert_allclose(speculative[key].behavior_logprobs, expected.behavior_logprobs, atol=1e-5)
+    if expected.allowed is not None:
+      np.testing.assert_array_equal(speculative[key].allowed, expected.allowed)
+      np.testing.assert_array_equal(speculative[key].top_ids, expected.top_ids)
 
 
-def test_a_draft_is_what_followed_the_last_tokens():
+def test_ngram_draft_continues_the_newest_match_of_the_last_tokens():
   texts = drafts._Texts()
   texts.extend(0, np.array([1, 2, 3, 4, 5, 6]))
-  assert texts.draft(0, 4) == []  # its own end has no continuation yet
+  assert texts.draft(0, 4) == []  # the only match is the end of the text itself, which nothing follows yet
   texts.extend(1, np.array([9, 2, 3, 4]))
   assert texts.draft(1, 1) == [5] and texts.draft(1, 4) == [5, 6]
   texts.extend(1, np.array([7]))
   texts.extend(2, np.array([2, 3, 4]))
-  assert texts.draft(2, 4) == [7]  # the newest
+  assert texts.draft(2, 4) == [7]  # of two matches, the newer counts
 
 
 def repeating(seed=0):
@@ -100,37 +100,37 @@ def repeating(seed=0):
   return {0: ActiveSequence(Request(tokens, seed), 20, tokens)}
 
 
-def test_drafts_that_are_wrong_are_given_up_and_tried_again(cheap):
-  seen = drafts.Drafts(7, 'cpu')
-  while seen.propose(repeating(), 8):
-    seen.count(7, 0)
-  assert 10 < seen.drafted / 7 < 60
-  assert any(seen.propose(repeating(), 8) for _ in range(40))
-  assert seen.figures() == {'draft/tokens': seen.drafted, 'draft/acceptance_rate': 0.0, 'draft/blocks': 0}
+def test_rejected_drafts_pause_speculation_and_are_retried(cheap_verification):
+  drafter = drafts.Drafts(7, 'cpu')
+  while drafter.propose(repeating(), 8):
+    drafter.count(7, 0)
+  assert 10 < drafter.drafted / 7 < 60
+  assert any(drafter.propose(repeating(), 8) for _ in range(40))
+  assert drafter.figures() == {'draft/tokens': drafter.drafted, 'draft/acceptance_rate': 0.0, 'draft/blocks': 0}
 
 
-def test_texts_are_forgotten_by_prompt(cheap, monkeypatch):
+def test_oldest_prompts_are_dropped_from_the_draft_index(cheap_verification, monkeypatch):
   monkeypatch.setattr(drafts, '_MAX_TOKENS', 10)
-  seen = drafts.Drafts(8, 'cpu')
+  drafter = drafts.Drafts(8, 'cpu')
   live = repeating(0) | {1: repeating(1)[0]}
-  assert seen.propose(live, 2).lengths.tolist() == [4, 4]
-  assert list(seen.prompts) == [1]  # the second text has taken the place of the first
+  assert drafter.propose(live, 2).lengths.tolist() == [4, 4]
+  assert list(drafter.prompts) == [1]  # the second text has taken the place of the first
   for sequence in live.values():
     sequence.blocks.append(DrawnTokens(np.array([4, 1, 2, 3]), *[()] * 6))
-    seen.add(sequence)
-  assert list(seen.prompts) == [1] and seen.tokens == 11
-  assert seen.propose(live, 2).lengths.tolist() == [0, 4]
+    drafter.add(sequence)
+  assert list(drafter.prompts) == [1] and drafter.tokens == 11
+  assert drafter.propose(live, 2).lengths.tolist() == [0, 4]
 
 
-def test_what_verifying_costs():
-  assert drafts.verify_cost('gpu', 8, 31) == 2  # both passes read the weights, and nothing takes longer
+def test_cost_of_verification_by_batch_size():
+  assert drafts.verify_cost('gpu', 8, 31) == 2  # bound by the weights, which each of the two passes reads
   assert drafts.verify_cost('gpu', 64, 31) == 1 + 64 * 31 / 256
-  assert drafts.verify_cost('gpu', 1024, 31) == 1 + 31  # bound by arithmetic: nothing is saved
+  assert drafts.verify_cost('gpu', 1024, 31) == 1 + 31  # bound by arithmetic: drafts save nothing
   assert drafts.Drafts(31, 'gpu').propose(repeating(), 8)
   assert drafts.Drafts(31, 'gpu').propose(repeating(), 1024) is None
 
 
-def test_what_cannot_verify_drafts_is_refused(model, params):
+def test_unsupported_speculation_is_refused(model, params):
   with pytest.raises(InputError, match='rollout.speculation: rollout.block=1 '):
     make_engine(model, params, speculation='ngram', block=1)
   with pytest.raises(InputError, match='rollout.speculation: drafts are not verified by each device'):
