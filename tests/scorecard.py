@@ -113,7 +113,7 @@ ROWS = (
       'test_bad_input.py',
       'test_row_properties.py::test_no_wrong_type_passes',
       'test_submit.py::test_bad_input_is_one_line',
-      'test_openai_server.py::test_what_cannot_be',
+      'test_openai_server.py::test_invalid_request',
     ),
     ('test_launch.py::test_export_refuses', 'test_launch.py::test_evaluate_refuses', 'test_row_properties.py'),
   ),
