@@ -35,22 +35,23 @@ CURVES = {
 COLORS = '#3b82f6', '#f97316', '#10b981'  # of the seeds
 MADE = '<!-- Written by docs/make_method_pages.py from docs/method_texts.toml. -->'
 FAMILIES = {
-  'On data': 'No rewards, or rewards that only select what is learned.',
-  'Preferences': 'Pairs, labels and scores of given answers.',
-  'Teachers': 'Another model gives the probabilities to learn.',
-  'Groups of samples': 'Rewards of several samples of a prompt are compared. The surrogate loss differs.',
-  'Baselines': 'What is subtracted from a reward, or divides it, differs.',
-  'Off policy': 'Surrogates for samples that are older than the policy.',
-  'Turns': 'Episodes in an environment, with advantages of turns.',
-  'With a critic': 'A model of values in place of a group.',
+  'On data': 'Methods without rewards, or with rewards that only select what is learned.',
+  'Preferences': 'Methods that learn from pairs, labels or scores of given answers.',
+  'Teachers': 'Methods that learn the probabilities of another model.',
+  'Groups of samples': 'Methods that compare the rewards of several samples of a prompt. They differ in the surrogate loss.',
+  'Baselines': 'Methods that differ in what they subtract from a reward, or divide it by.',
+  'Off policy': 'Surrogate losses for samples that are older than the policy.',
+  'Turns': 'Methods for episodes in an environment, with an advantage for each turn.',
+  'With a critic': 'Methods that learn a value model instead of comparing a group.',
 }
 HEAD = f"""# One page for each method
 
 {MADE}
 
-`config.algorithm` names a method. Each page has the formula as it is computed here, how that differs from the paper,
-the defaults, a command, measurements, when to use the method, and what can go wrong, with the metric that shows it.
-[Which choices go together](../combinations.md) lists the parts of policy gradients that can be combined.
+Use these pages to choose a method and to look up what it computes. `config.algorithm` selects the method. Each page has
+the formula that jaxpost computes, the differences from the paper, the defaults, a command, measurements, when to use the
+method, and what can go wrong, with the metric that shows it. [Which choices go together](../combinations.md) lists the
+parts of policy gradients that you can combine.
 
 ## Notation
 
@@ -68,8 +69,8 @@ sg(x)        x, without a gradient
 clip_low     and other names with an underscore are fields of the config, in the sections that the tables name
 ```
 
-Log-probs of policy gradients and of `online_dpo` are of logits / `rollout.temperature`. Every policy gradient may also
-have the terms of [options](../rl_options.md): a KL in the loss (`rl.kl_coef`), an entropy bonus (`rl.entropy_coef`),
+Policy gradients and `online_dpo` compute log-probs from logits / `rollout.temperature`. Every policy gradient can also
+have the terms of [options](../rl_options.md): a KL in the loss (`rl.kl_coef`), an entropy bonus (`rl.entropy_coef`), and
 weights for old samples (`rl.importance`). They are off by default, and only the page of `grpo` writes them out.
 """
 
@@ -150,7 +151,7 @@ def differences(name: str) -> list[str]:
 def pair_losses(mark: str) -> list[str]:
   """Returns the table of the losses of pairs; what each computes is the first paragraph of its docstring."""
   lines = [f'{mark} Losses of pairs', '']
-  lines += ['`preference.losses` names one or several of these; s is the sigmoid, and d is c - r, without beta:', '']
+  lines += ['`preference.losses` names one or several of these losses. s is the sigmoid, and d is c - r, without beta:', '']
   lines += ['| name | loss, and its paper | also reads | reference |', '|---|---|---|---|']
   for name, loss in preferences.LOSSES.items():
     about = ' '.join(inspect.getdoc(loss.fn).split())
@@ -170,7 +171,7 @@ def defaults(name: str) -> list[str]:
   return [
     *lines,
     '',
-    f'With `lora.rank`, `optim.lr` is {rate}. [Defaults](../defaults.md) has the source of each value.',
+    f'With `lora.rank`, the default of `optim.lr` is {rate}. [Defaults](../defaults.md) has the source of each value.',
     '',
   ]
 
@@ -187,7 +188,7 @@ def measured(name: str) -> list[str]:
       f'On the small task of [methods.md](../methods.md), `{metric}` goes from {before} to {after} in {steps} steps, '
     )
     text += (
-      f'with {chosen} and a model of 0.15 M parameters, which needs such a rate. Seeds 0, 1 and 2 end at {seeds}. '
+      f'with {chosen}; a model of 0.15 M parameters needs such a rate. Seeds 0, 1 and 2 end at {seeds}. '
     )
     lines += [wrapped(text + 'Most differences between methods are smaller than those between seeds.'), '']
   if found := facts.curves().get(name):
@@ -196,7 +197,7 @@ def measured(name: str) -> list[str]:
     lines += [wrapped(f'`{found["metric"]}` on the trained batches, {whose}, averaged over neighboring steps.'), '']
   options = [cells for label, cells in rows.items() if label.endswith(f'(`{name}`)')]
   if options:
-    lines += ['Options that were measured with it ([what they are](../rl_options.md)):', '']
+    lines += ['These [options](../rl_options.md) were measured with the method:', '']
     lines += ['| option | metric | before | after | set here |', '|---|---|---|---|---|']
     for label, metric, before, after, *_, chosen in options:
       lines.append(f'| {label.rpartition(" (")[0]} | {metric} | {before} | {after} | {chosen} |')

@@ -31,31 +31,34 @@ CASES = learning.CASES | learning.VARIANTS
 SEEDS = 0, 1, 2
 HEAD = """# What each method learns
 
-Written by `python docs/make_methods_table.py`. A tiny Qwen3-style model (0.15 M parameters) was
-trained on sums of numbers up to 99, half of them with wrong answers. Each method continues
-from this start on two CPU cores and is evaluated on held-out data. The table has the mean and the standard
-deviation of seeds 0, 1 and 2, which draw different batches and samples. Most differences between methods
-are smaller than that deviation: the task shows that a method learns, not which one is better.
+Use this table to see that a method works before you spend more on it, and which fields it was run with. Written by
+`python docs/make_methods_table.py`.
 
-* `tests/test_learning.py` trains the rows above `gmpo` with seed 0 and requires a least gain of each.
-* pass@1 is measured on 256 sums with 4 samples each, the other metrics on 256 pairs or labels. Before
+A tiny Qwen3-style model (0.15 M parameters) was trained on sums of numbers up to 99, half of them with wrong answers.
+Each method continues from this start on two CPU cores and is evaluated on held-out data. The table has the mean and the
+standard deviation of seeds 0, 1 and 2, which draw different batches and samples. Most differences between methods are
+smaller than that deviation: the task shows that a method learns, not which one is better.
+
+* **Test**: `tests/test_learning.py` trains the rows above `gmpo` with seed 0 and requires a minimum gain of each.
+* **Metrics**: pass@1 is measured on 256 sums with 4 samples each, the other metrics on 256 pairs or labels. Before
   training, policy and reference are equal, so all pairs tie, which counts as 0.5.
-* ORPO, CPO and SimPO start from a model with a quarter of that training. SimPO has no term for chosen
-  answers alone: it widens the margins of such a model and does not change its ranking of pairs.
-* OPSD and SDPO start from a model that has also seen prompts with a hint, which says the sum, and whose
-  answers were right. They have no reward: the teacher is that model with the hint.
-* `mt_grpo` and `gigpo` start from a model that plays the game of [environments.md](environments.md) at
-  random, with a reward for each move in the right direction. pass@1 is the share of 64 games, four times
-  each, that it wins by the first move.
-* Rows without backticks are options of the algorithm in parentheses ([options](rl_options.md)).
-* Replay and surplus groups have groups of two, which are often all right or all wrong, and six passes over
-  1,280 sums; curricula have three passes over 640.
-* Process rewards grade solutions of two lines with an addition in each; half of the solutions of the start have an
-  error. A verifier of both lines has twice their weight. The process reward model is right about 97 % of held-out
-  lines, since errors make odd sums of even terms. One for sums up to 99, which has to add, learned only that errors
-  are in later lines, and taught nothing: compare a process reward model with such a rule first ([rewards](rewards.md)).
-* All seeds of a row ran on one machine, but rows are of several: the starts, which are trained there, differ (column
-  "before").
+* **ORPO, CPO and SimPO** start from a model with a quarter of that training. SimPO has no term for chosen answers
+  alone: it widens the margins of such a model and does not change its ranking of pairs.
+* **OPSD and SDPO** start from a model that has also seen prompts with a hint, which says the sum, and right answers to
+  them. They have no reward: the teacher is that model with the hint.
+* **`mt_grpo` and `gigpo`** start from a model that plays the game of [environments.md](environments.md) at random, with
+  a reward for each move in the right direction. pass@1 is the share of 64 games, each played four times, that the
+  model wins by the first move.
+* **Rows without backticks** are options of the algorithm in parentheses ([options](rl_options.md)).
+* **Replay and surplus groups** have groups of two, which are often all right or all wrong, and six passes over 1,280
+  sums. Curricula have three passes over 640.
+* **Process rewards** grade solutions of two lines with an addition in each; half of the solutions of the start have an
+  error. A verifier of both lines has twice the weight of the process rewards. The process reward model is right about
+  97 % of held-out lines, since errors make odd sums of even terms. A process reward model for sums up to 99, which has
+  to add, learned only that errors are in later lines, and taught nothing: compare a process reward model with such a
+  rule first ([rewards](rewards.md)).
+* **Machines**: all seeds of a row ran on one machine, but different rows ran on different machines. The starts are
+  trained on these machines, too, so they differ (column "before").
 
 [One page for each method](methods/index.md) has its formula, its defaults beside those of the paper, when to use it and
 what goes wrong.
@@ -64,9 +67,9 @@ what goes wrong.
 |---|---|---|---|---|---|---|---|
 """
 TAIL = """
-"Its own choices" replace the defaults of these fields. Values in a config or on the command line
-take precedence. The next column has the learning rate that is the method's default, and where it and
-the choices come from ([defaults](defaults.md)); of an option, what its paper uses.
+"Its own choices" replace the defaults of these fields. Values in a config or on the command line take precedence. For
+a method, the next column has its default learning rate, and the source of the rate and of the choices
+([defaults](defaults.md)); for an option, it has the values of the option's paper.
 """
 
 
