@@ -982,12 +982,16 @@ def test_what_the_models_of_a_run_cannot_do_is_not_planned(over, field):
     ('sft', dict(train=dict(share_prompt=True)), 'train.share_prompt: sft samples nothing'),
     ('sft', dict(save=dict(keep_best='loss')), 'save.keep_best: nothing is evaluated'),
     ('grpo', dict(reference=dict(every=1)), 'reference.every: grpo reads no reference model'),
+    ('grpo', dict(reward='reward_model', rl=dict(replay=4)), 'rl.replay: groups are chosen before a reward model'),
+    ('reward_model', dict(eval=dict(samples=1, data=dict(path='none'))), 'eval.samples: a reward model writes no text'),
+    ('grpo', dict(reward_weights=(1.0, 2.0)), 'reward_weights: 2 weights for 1 rewards'),
+    ('grpo', dict(rl=dict(correct_by='length')), 'rl.correct_by: '),
   ],
 )
 def test_what_a_run_refuses_is_not_planned(algorithm, over, words):
   config = dict(algorithm=algorithm, data=dict(path='none'))
   with pytest.raises(InputError, match=words):
-    dry_run.prepare_all(config | over | (dict(reward='gsm8k') if algorithm == 'grpo' else {}))
+    dry_run.prepare_all(config | (dict(reward='gsm8k') if algorithm == 'grpo' else {}) | over)
 
 
 def test_programs_that_can_be_asked_for():

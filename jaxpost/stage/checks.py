@@ -46,6 +46,10 @@ def check_config(config: Config, algorithm: Algorithm) -> None:
     from jaxpost.stage import moving_reference
 
     moving_reference.check(config, algorithm)
+  if algorithm.scalar_head or config.reward_model.per_step or 'reward_model' in config.rewards_tuple():
+    from jaxpost.stage import reward_models
+
+    reward_models.check_uses(config, algorithm)
   refuse(
     config.save.keep_best and not config.eval.data.path,
     'config.save.keep_best: nothing is evaluated; set config.eval.data.path',

@@ -70,10 +70,6 @@ def prepare(
   checks.check_config(config, algorithm)
   checks.check_sizes(config, algorithm.on_policy)
   refuse(not config.data.path, 'config.data.path: is empty; name a file, a folder, org/name or generated:arithmetic')
-  if algorithm.scalar_head or config.reward_model.per_step or 'reward_model' in config.rewards_tuple():
-    from jaxpost.stage import reward_models
-
-    reward_models.check_uses(config, algorithm)
   source = source_of_model(config.model)
   role_sources = find_weights(config, algorithm, source, {stage.name: stage.inputs.outcome for stage in before})
   tokenizer = load_tokenizer(config, source, role_sources['policy'])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from jaxpost.data import sources
 from jaxpost.distributed import coordination
-from jaxpost.errors import InputError, refuse
+from jaxpost.errors import refuse
 from jaxpost.rewards import builtin
 from jaxpost.rl.reward_metrics import REWARD_MODEL
 from jaxpost.stage import checks, epochs
@@ -46,7 +46,6 @@ def prepare(
       undo.callback(environment.close)
     data = make_data(inputs, rows, held_out_rows, environment.tools if environment else None)
     check_sampling(config, algorithm.on_policy, algorithm.rewards or checks.samples_held_out(config))
-    correct_by(config, REWARD_MODEL in role_sources)  # raises if config.rl.correct_by names no reward of the stage
     if algorithm.data_share(config) or config.rl.expert:
       from jaxpost.rl import demonstrations
 
@@ -73,6 +72,12 @@ def check_sampling(config: Config, on_policy: bool, rewards: bool = True) -> Non
   only_recorded = config.train_on_rollouts and not checks.samples_held_out(config)
   can_grade = config.rewards_tuple() or config.environment or only_recorded
   refuse(rewards and not can_grade, 'config.reward: is empty; name a built-in reward, pkg.module:fn or ./file.py:fn')
+  specs, weights = config.rewards_tuple(), config.reward_weights
+  refuse(
+    bool(specs and weights) and len(weights) != len(specs),
+    f'config.reward_weights: {len(weights)} weights for {len(specs)} rewards; give one each, or ()',
+  )
+  correct_by(config, on_policy and REWARD_MODEL in specs)  # raises if config.rl.correct_by names no reward of the stage
   if not on_policy:
     return
   r, rl = config.rollout, config.rl
@@ -145,8 +150,6 @@ def start_rewards(config: Config, data: Sequence[Rows]) -> RewardPool | None:
   from jaxpost.rewards.pool import RewardPool
 
   specs, weights = config.rewards_tuple(), config.reward_weights
-  if weights and len(weights) != len(specs):
-    raise InputError(f'config.reward_weights: {len(weights)} weights for {len(specs)} rewards; give one each, or ()')
   functions = [i for i, spec in enumerate(specs) if spec != REWARD_MODEL]  # their indices in `specs`
   if not functions:
     return None
