@@ -966,6 +966,25 @@ def test_other_methods_are_described(algorithm):
   [
     (dict(algorithm='grpo', model=dict(preset='tiny_hybrid'), train=dict(share_prompt=True)), 'train.share_prompt'),
     (dict(algorithm='ppo', model=dict(preset='tiny_moe'), router=dict(routing_replay=True)), 'router.routing_replay'),
+    (
+      dict(algorithm='grpo', model=dict(preset='tiny_hybrid'), rollout=dict(speculation='ngram')),
+      'rollout.speculation',
+    ),
+    (
+      dict(
+        algorithm='grpo',
+        model=dict(preset='tiny_moe'),
+        router=dict(routing_replay=True),
+        rollout=dict(speculation='ngram'),
+      ),
+      'rollout.speculation',
+    ),
+    (dict(algorithm='grpo', rollout=dict(page_size=16, cache_tokens=640)), 'rollout.cache_tokens'),
+    (dict(algorithm='grpo', rollout=dict(cache_tokens=1024)), 'rollout.cache_tokens'),
+    (dict(algorithm='grpo', rollout=dict(min_new_tokens=200)), 'rollout.min_new_tokens'),
+    (dict(algorithm='grpo', rollout=dict(stop_strings=('',))), 'rollout.stop_strings'),
+    (dict(algorithm='grpo', rollout=dict(forbidden_ids=(10**6,))), 'rollout.forbidden_ids'),
+    (dict(algorithm='grpo', rollout=dict(top_logprobs=10**6)), 'rollout.top_logprobs'),
   ],
 )
 def test_what_the_models_of_a_run_cannot_do_is_not_planned(over, field):

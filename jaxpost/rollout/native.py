@@ -16,12 +16,11 @@ import jax
 import numpy as np
 
 from jaxpost.errors import InputError
-from jaxpost.models.config import CustomConfig
 from jaxpost.programs.compile import Ledger
 from jaxpost.programs.generate import Entry
 from jaxpost.programs.reshard import Reshard
 from jaxpost.rollout import engine_programs, sampler, sampler_config
-from jaxpost.rollout.buckets import Buckets, cache_length
+from jaxpost.rollout.buckets import Buckets
 from jaxpost.rollout.engine_programs import EnginePrograms, make_entry
 from jaxpost.rollout.sampler_config import SamplerConfig
 from jaxpost.rollout.scheduler import NextRequests, OnTokens, Scheduler
@@ -74,9 +73,9 @@ class NativeEngine:
     self.config = config
     self.layout = layout
     self.decode = decode
-    self.block = max(1, min(config.block, config.max_new_tokens))
+    self.block = config.steps
     self.page = config.page_size
-    self.length = cache_length(config.room, self.block, self.page)
+    self.length = config.cache_length
     if reshard is None:
       source = bridge.source if bridge else layout
       reshard = Reshard(model, source, compute, ledger, share_buffers=not asynchronous)
@@ -97,15 +96,12 @@ class NativeEngine:
       report=dict(top=config.top_logprobs, allowed=config.top_k if config.sampling_mask else 0),
       sampling=sampler_config.sampling(config, {}),
     )
-    # A cached prefix cannot be extended for custom models (no multi-token decode), for recurrent layers (only the last
-    # state is kept), or while routing is recorded.
-    cannot_extend = isinstance(model.config, CustomConfig) or bool(model.config.state_shapes)
-    self.can_reuse_cache = not cannot_extend and not (model.config.experts and model.config.experts.record)
+    self.can_reuse_cache = sampler_config.can_extend(model.config)
     self._scheduler: type[Scheduler] = Scheduler
     if config.speculation:
       from jaxpost.rollout import drafts
 
-      self._scheduler = drafts.scheduler(config, self.can_reuse_cache, shards)
+      self._scheduler = drafts.DraftingScheduler
     self.weights: Any = None
     self.version = 0
     self._fits = False
@@ -124,18 +120,12 @@ class NativeEngine:
     )
 
   def _cache_shape(self) -> tuple[int, int]:
-    """Returns (slots or pages, entries of each); InputError if the pages do not hold the longest sequence."""
+    """Returns (slots or pages, entries of each)."""
     slots = self.max_concurrent_decodes
     if not self.page:
       return slots, self.length
     entries = self.config.cache_tokens or max(slots * self.length // 2, self.length)
-    pages = entries // self.page
-    if pages * self.page < self.length:
-      raise InputError(
-        f'config.rollout.cache_tokens: {pages} pages of {self.page} do not hold one sequence of {self.length} entries; '
-        'raise it'
-      )
-    return pages + 1, self.page  # page 0 is reserved
+    return entries // self.page + 1, self.page  # page 0 is reserved
 
   def load(self, params: Any, version: int) -> dict:
     """Copies the trainer's parameters into the sampling layout; returns {'bytes': number of bytes moved}."""

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxpost.errors import InputError, refuse
 from jaxpost.hardware import memory
 from jaxpost.models import rope
+from jaxpost.models.config import CustomConfig
 from jaxpost.programs.sampling import Sampling
+from jaxpost.rollout.buckets import cache_length
 from jaxpost.rollout.sequence import Request
 
 if TYPE_CHECKING:
@@ -67,6 +69,32 @@ class SamplerConfig:
     """Tokens of the longest sequence that a slot holds."""
     return self.max_context or self.max_prompt + self.max_new_tokens
 
+  @property
+  def steps(self) -> int:
+    """Decode steps per dispatch: no more than a completion has."""
+    return max(1, min(self.block, self.max_new_tokens))
+
+  @property
+  def cache_length(self) -> int:
+    """Cache entries of the longest sequence, see `buckets.cache_length`."""
+    return cache_length(self.room, self.steps, self.page_size)
+
+
+def of_section(rollout: Any, **others) -> SamplerConfig:
+  """Returns the config of an engine that samples by the section `config.rollout`; `others` are its other fields."""
+  shared = {field.name for field in dataclasses.fields(SamplerConfig)} & vars(rollout).keys()
+  fields = {name: vars(rollout)[name] for name in shared} | dict(max_prompt=rollout.max_prompt_length)
+  return SamplerConfig(**fields | others)
+
+
+def can_extend(cfg: ModelConfig) -> bool:
+  """True if a cached prefix can be extended by several tokens at a time.
+
+  It cannot be for custom models (no multi-token decode), for recurrent layers (only the last state is kept), or while
+  routing is recorded.
+  """
+  return not (isinstance(cfg, CustomConfig) or cfg.state_shapes or (cfg.experts and cfg.experts.record))
+
 
 def _check_lengths(cfg: ModelConfig, config: SamplerConfig):
   """Raises InputError if cached keys would differ from those of a forward pass over the whole sequence."""
@@ -80,9 +108,9 @@ def _check_lengths(cfg: ModelConfig, config: SamplerConfig):
     )
 
 
-def check_pages(size: int, cfg: ModelConfig, shards: int = 1) -> None:
-  """Raises InputError if a cache cannot have pages of `size` entries (0: none); see `check`."""
-  where = 'config.rollout.page_size'
+def _check_pages(cfg: ModelConfig, config: SamplerConfig, shards: int) -> None:
+  """Raises InputError if a cache cannot have pages as `config` says; see `check`."""
+  where, size = 'config.rollout.page_size', config.page_size
   refuse(bool(size & (size - 1)), f'{where}: {size} is no power of two')
   refuse(
     size > 0 and bool(cfg.state_shapes),
@@ -93,31 +121,57 @@ def check_pages(size: int, cfg: ModelConfig, shards: int = 1) -> None:
     size > 0 and shards > 1,
     f'{where}: pages are not split over devices; leave it 0, or give config.mesh.rollout a tensor axis only',
   )
+  where, entries = 'config.rollout.cache_tokens', config.cache_tokens
+  refuse(entries > 0 and not size, f'{where}: there are no pages with rollout.page_size=0; set that, or leave this 0')
+  refuse(
+    entries > 0 and entries // size * size < config.cache_length,
+    f'{where}: {entries} in pages of {size} do not hold one sequence of {config.cache_length} entries; raise it',
+  )
 
 
-def check_top_logprobs(count: int, vocab_size: int) -> None:
-  """Raises InputError if `top_logprobs` exceeds the vocabulary."""
-  refuse(count > vocab_size, f'config.rollout.top_logprobs: {count} of a vocabulary of {vocab_size}; lower it')
+def _check_speculation(cfg: ModelConfig, config: SamplerConfig, shards: int) -> None:
+  """Raises InputError where drafts cannot be verified; see `check`."""
+  where = 'config.rollout.speculation'
+  refuse(
+    not can_extend(cfg),
+    f'{where}: drafts are verified several tokens at a time, which this model cannot: a recurrent state is that of the '
+    "last token alone, recorded experts and custom models have one token a step; set it to ''",
+  )
+  refuse(
+    1 in (config.block, config.max_new_tokens),
+    f'{where}: rollout.block={config.block} and rollout.max_new_tokens={config.max_new_tokens} leave nothing to draft; '
+    "raise them, or set this to ''",
+  )
+  refuse(
+    shards > 1,
+    f'{where}: drafts are not verified by each device alone, and would move cache entries between devices; set it to '
+    "'', or give config.mesh.rollout a tensor axis only",
+  )
 
 
-def check(cfg: ModelConfig, config: SamplerConfig, shards: int) -> None:
+def check(cfg: ModelConfig, config: SamplerConfig, shards: int = 1) -> None:
   """Raises InputError if a model cannot be sampled with this config.
 
   shards: parts that the mesh splits the batch into.
   """
   _check_lengths(cfg, config)
-  check_pages(config.page_size, cfg, shards)
+  _check_pages(cfg, config, shards)
   if config.min_new_tokens > config.max_new_tokens:
     raise InputError(
       f'config.rollout.min_new_tokens: {config.min_new_tokens} is more than '
       f'max_new_tokens = {config.max_new_tokens}; lower it'
     )
-  check_top_logprobs(config.top_logprobs, cfg.vocab_size)
+  refuse(
+    config.top_logprobs > cfg.vocab_size,
+    f'config.rollout.top_logprobs: {config.top_logprobs} of a vocabulary of {cfg.vocab_size}; lower it',
+  )
   if config.sampling_mask and not 0 < config.top_k <= cfg.vocab_size:
     raise InputError(
       f'config.rl.sampling_mask: the ids of config.rollout.top_k tokens are kept for each one drawn; set it from 1 to '
       f'{cfg.vocab_size}'
     )
+  if config.speculation:
+    _check_speculation(cfg, config, shards)
   refuse('' in config.stop_strings, 'config.rollout.stop_strings: "" is in every text; leave it out')
   for name in 'stop_ids', 'forbidden_ids':
     check_ids(vars(config)[name], cfg.vocab_size, f'config.rollout.{name}')

@@ -123,12 +123,16 @@ def check_model(config: Config, algorithm: Algorithm, model: Model) -> None:
     not model.config.experts and bool(router.balance_coef or router.z_coef or router.routing_replay),
     'config.router: balance_coef, z_coef and routing_replay are for mixtures of experts; this model has no experts',
   )
-  page_size = config.rollout.page_size if samples(config, algorithm) else 0
-  if config.rollout.top_logprobs or page_size:
+  if (algorithm.on_policy and not config.train_on_rollouts) or samples_held_out(config):
     from jaxpost.rollout import sampler_config  # which no SFT run reads
 
-    sampler_config.check_top_logprobs(config.rollout.top_logprobs, model.config.vocab_size)
-    sampler_config.check_pages(page_size, model.config)
+    sampled = model
+    if router.routing_replay:
+      from jaxpost.models import routing_replay
+
+      sampled = routing_replay.recording(model)
+    mask = config.rl.sampling_mask
+    sampler_config.check(sampled.config, sampler_config.of_section(config.rollout, stop_ids=(), sampling_mask=mask))
   if config.rollout.weights or config.rollout.cache:
     from jaxpost.models import scaled
 
