@@ -354,6 +354,12 @@ def test_settings_that_change_nothing_here_are_named_at_the_start(tmp_path):
     'warning: config.eval.every changes nothing, as config.eval.data.path is empty',
   )
   assert warned((3, 4), tmp_path, **grpo, train=dict(steps=2)) == (2,)
+  held_out = dict(data=dict(path=SMALL['data']['path']))
+  assert warned((3, 4), tmp_path, **grpo, train=dict(steps=2), eval=held_out) == (
+    2,
+    'warning: nothing is evaluated: grpo has no loss of held-out rows, so set config.eval.samples',
+  )
+  assert warned((3, 4), tmp_path, **grpo, train=dict(steps=2), eval=held_out | dict(samples=1)) == (2,)
 
 
 def test_adapters_of_rank_0_have_no_alpha():
