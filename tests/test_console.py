@@ -370,6 +370,16 @@ def test_adapters_of_rank_0_have_no_alpha():
   assert len(prepare.resolve_all(stages)) == 2  # one of them reads it
 
 
+def test_the_warm_up_of_a_critic_is_shorter_than_the_epochs():
+  rollout = dict(prompts=1, max_prompt_length=40, max_new_tokens=8)
+  raw = SMALL | dict(algorithm='ppo', reward='exact_match', rollout=rollout, critic=dict(warmup_steps=101))
+  (stage,) = prepare.prepare_all(raw | dict(train=dict(epochs=4.0)))  # more than 100, the default of train.steps
+  stage.close()
+  assert stage.config.train.steps > 101
+  with pytest.raises(InputError, match='critic.warmup_steps: 101 leaves the policy none of [0-9]+ steps'):
+    prepare.prepare_all(raw | dict(train=dict(epochs=0.5, steps=200)))
+
+
 def test_epochs_of_prompts():
   raw = SMALL | dict(
     algorithm='grpo', reward='exact_match', rollout=dict(prompts=7, max_prompt_length=40, max_new_tokens=8)

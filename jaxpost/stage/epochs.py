@@ -115,6 +115,7 @@ def count_steps(inputs: Inputs, data: Data) -> Inputs:
   if not train.epochs:
     return inputs
   train = dataclasses.replace(train, steps=max(1, round(train.epochs * steps_of(inputs, data))))
+  inputs.algorithm.check(dataclasses.replace(inputs.config, train=dataclasses.replace(train, epochs=0.0)))
   return dataclasses.replace(inputs, config=dataclasses.replace(inputs.config, train=train))
 
 
