@@ -272,7 +272,7 @@ def test_modules_that_cannot_be_used(make, message):
       'no scalar head',
     ),
     (dict(model=dict(preset=CODES['nnx']), nll=dict(neftune_alpha=1.0)), 'neftune_alpha'),
-    (dict(model=dict(preset=CODES['nnx']), lora=dict(rank=4)), 'targets'),
+    (dict(model=dict(preset=CODES['nnx']), lora=dict(rank=4)), 'lora.rank'),
   ],
 )
 def test_what_a_model_of_ones_own_cannot_do(over, message, tmp_path):

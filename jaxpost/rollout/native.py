@@ -146,11 +146,9 @@ class NativeEngine:
   @contextlib.contextmanager
   def preserve_weights(self) -> Iterator[None]:
     """Restores the current weights and version when the block ends."""
-    weights = self.weights
-    version = self.version
+    kept = self.weights, self.version
     yield
-    self.weights = weights
-    self.version = version
+    self.weights, self.version = kept
 
   # ------------------------------------------------------------------- verbs
 

@@ -90,8 +90,7 @@ def of_section(rollout: Any, **others) -> SamplerConfig:
 def can_extend(cfg: ModelConfig) -> bool:
   """True if a cached prefix can be extended by several tokens at a time.
 
-  It cannot be for custom models (no multi-token decode), for recurrent layers (only the last state is kept), or while
-  routing is recorded.
+  Not for custom models (one token a step), recurrent layers (only the last state is kept), or recorded routing.
   """
   return not (isinstance(cfg, CustomConfig) or cfg.state_shapes or (cfg.experts and cfg.experts.record))
 
@@ -99,13 +98,12 @@ def can_extend(cfg: ModelConfig) -> bool:
 def _check_lengths(cfg: ModelConfig, config: SamplerConfig):
   """Raises InputError if cached keys would differ from those of a forward pass over the whole sequence."""
   limit = rope.by_length(cfg)
-  if limit and config.room > limit:
-    rope_types = {dict(r.scaling).get('rope_type') for r in cfg.ropes}
-    raise InputError(
-      f'config.rollout: max_prompt_length + max_new_tokens = {config.room}, but '
-      f'rope scaling {"".join(rope_types & set(rope.BY_LENGTH))} rotates keys '
-      f'differently once a sequence is longer than {limit}; lower them to that'
-    )
+  rope_types = {dict(r.scaling).get('rope_type') for r in cfg.ropes} & set(rope.BY_LENGTH)
+  refuse(
+    0 < limit < config.room,
+    f'config.rollout: max_prompt_length + max_new_tokens = {config.room}, but rope scaling {"".join(rope_types)} '
+    f'rotates keys differently once a sequence is longer than {limit}; lower them to that',
+  )
 
 
 def _check_pages(cfg: ModelConfig, config: SamplerConfig, shards: int) -> None:
@@ -156,25 +154,20 @@ def check(cfg: ModelConfig, config: SamplerConfig, shards: int = 1) -> None:
   """
   _check_lengths(cfg, config)
   _check_pages(cfg, config, shards)
-  if config.min_new_tokens > config.max_new_tokens:
-    raise InputError(
-      f'config.rollout.min_new_tokens: {config.min_new_tokens} is more than '
-      f'max_new_tokens = {config.max_new_tokens}; lower it'
-    )
+  least, most = config.min_new_tokens, config.max_new_tokens
+  refuse(least > most, f'config.rollout.min_new_tokens: {least} is more than max_new_tokens = {most}; lower it')
+  count, vocab_size = config.top_logprobs, cfg.vocab_size
+  refuse(count > vocab_size, f'config.rollout.top_logprobs: {count} of a vocabulary of {vocab_size}; lower it')
   refuse(
-    config.top_logprobs > cfg.vocab_size,
-    f'config.rollout.top_logprobs: {config.top_logprobs} of a vocabulary of {cfg.vocab_size}; lower it',
+    config.sampling_mask and not 0 < config.top_k <= vocab_size,
+    f'config.rl.sampling_mask: the ids of config.rollout.top_k tokens are kept for each one drawn; set it from 1 to '
+    f'{vocab_size}',
   )
-  if config.sampling_mask and not 0 < config.top_k <= cfg.vocab_size:
-    raise InputError(
-      f'config.rl.sampling_mask: the ids of config.rollout.top_k tokens are kept for each one drawn; set it from 1 to '
-      f'{cfg.vocab_size}'
-    )
   if config.speculation:
     _check_speculation(cfg, config, shards)
   refuse('' in config.stop_strings, 'config.rollout.stop_strings: "" is in every text; leave it out')
   for name in 'stop_ids', 'forbidden_ids':
-    check_ids(vars(config)[name], cfg.vocab_size, f'config.rollout.{name}')
+    check_ids(vars(config)[name], vocab_size, f'config.rollout.{name}')
 
 
 _INT = 2**31 - 1

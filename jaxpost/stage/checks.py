@@ -118,21 +118,20 @@ def check_mesh(config: Config, algorithm: Algorithm) -> None:
 
 def check_model(config: Config, algorithm: Algorithm, model: Model) -> None:
   """Refuses router and sampler options that this model does not support."""
-  router = config.router
+  router, cfg = config.router, model.config
   refuse(
-    not model.config.experts and bool(router.balance_coef or router.z_coef or router.routing_replay),
+    not cfg.experts and bool(router.balance_coef or router.z_coef or router.routing_replay),
     'config.router: balance_coef, z_coef and routing_replay are for mixtures of experts; this model has no experts',
   )
   if (algorithm.on_policy and not config.train_on_rollouts) or samples_held_out(config):
     from jaxpost.rollout import sampler_config  # which no SFT run reads
 
-    sampled = model
     if router.routing_replay:
       from jaxpost.models import routing_replay
 
-      sampled = routing_replay.recording(model)
+      cfg = routing_replay.recording(model).config
     mask = config.rl.sampling_mask
-    sampler_config.check(sampled.config, sampler_config.of_section(config.rollout, stop_ids=(), sampling_mask=mask))
+    sampler_config.check(cfg, sampler_config.of_section(config.rollout, stop_ids=(), sampling_mask=mask))
   if config.rollout.weights or config.rollout.cache:
     from jaxpost.models import scaled
 
