@@ -230,7 +230,7 @@ def test_a_stored_rollout_is_the_whole_record(tmp_path):
   rewards, mask = np.arange(4.0), np.ones((2 * P, C), np.float32)
 
   def stored(**fields):
-    made = rollout(2, **fields)
+    made = rollout(1 if 'from_data' in fields else 2, **fields)
     experience = Experience(made, rewards, mask, {'sampler_logprobs': made.logprobs}, verdicts=rewards)
     rollout_files.save(tmp_path / '1.npz', experience, Credit({}, mask, {}), 0.7)
     return made
