@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxpost.distributed.transfer import to_host
+from jaxpost.errors import refuse
 from jaxpost.programs.verify import Draft
 from jaxpost.rollout.scheduler import Scheduler
 
 if TYPE_CHECKING:
   from jaxpost.programs.generate import Block
   from jaxpost.rollout.native import NativeEngine
+  from jaxpost.rollout.sampler_config import SamplerConfig
   from jaxpost.rollout.sequence import ActiveSequence, Completion
 
 _GRAM = 3  # the n of n-grams; most continuations of shorter ones are wrong
@@ -169,3 +171,23 @@ class DraftingScheduler(Scheduler):
   def figures(self) -> dict:
     """Figures of the call; see `Scheduler.figures` and `Drafts.figures`."""
     return super().figures() | self.drafts.figures()
+
+
+def check(config: SamplerConfig, can_extend: bool, shards: int) -> None:
+  """Raises InputError where drafts cannot be verified; see `sampler_config.check` and `sampler_config.can_extend`."""
+  where = 'config.rollout.speculation'
+  refuse(
+    not can_extend,
+    f'{where}: drafts are verified several tokens at a time, which this model cannot: a recurrent state is that of the '
+    "last token alone, recorded experts and custom models have one token a step; set it to ''",
+  )
+  refuse(
+    1 in (config.block, config.max_new_tokens),
+    f'{where}: rollout.block={config.block} and rollout.max_new_tokens={config.max_new_tokens} leave nothing to draft; '
+    "raise them, or set this to ''",
+  )
+  refuse(
+    shards > 1,
+    f'{where}: drafts are not verified by each device alone, and would move cache entries between devices; set it to '
+    "'', or give config.mesh.rollout a tensor axis only",
+  )

@@ -20,7 +20,7 @@ from jaxpost.programs.compile import Ledger
 from jaxpost.programs.generate import Entry
 from jaxpost.programs.reshard import Reshard
 from jaxpost.rollout import engine_programs, sampler, sampler_config
-from jaxpost.rollout.buckets import Buckets
+from jaxpost.rollout.buckets import Buckets, cache_length
 from jaxpost.rollout.engine_programs import EnginePrograms, make_entry
 from jaxpost.rollout.sampler_config import SamplerConfig
 from jaxpost.rollout.scheduler import NextRequests, OnTokens, Scheduler
@@ -73,9 +73,9 @@ class NativeEngine:
     self.config = config
     self.layout = layout
     self.decode = decode
-    self.block = config.steps
+    self.block = max(1, min(config.block, config.max_new_tokens))
     self.page = config.page_size
-    self.length = config.cache_length
+    self.length = cache_length(config.room, self.block, self.page)
     if reshard is None:
       source = bridge.source if bridge else layout
       reshard = Reshard(model, source, compute, ledger, share_buffers=not asynchronous)
@@ -120,12 +120,18 @@ class NativeEngine:
     )
 
   def _cache_shape(self) -> tuple[int, int]:
-    """Returns (slots or pages, entries of each)."""
+    """Returns (slots or pages, entries of each); InputError if the pages do not hold the longest sequence."""
     slots = self.max_concurrent_decodes
     if not self.page:
       return slots, self.length
     entries = self.config.cache_tokens or max(slots * self.length // 2, self.length)
-    return entries // self.page + 1, self.page  # page 0 is reserved
+    pages = entries // self.page
+    if pages * self.page < self.length:
+      raise InputError(
+        f'config.rollout.cache_tokens: {pages} pages of {self.page} do not hold one sequence of {self.length} entries; '
+        'raise it'
+      )
+    return pages + 1, self.page  # page 0 is reserved
 
   def load(self, params: Any, version: int) -> dict:
     """Copies the trainer's parameters into the sampling layout; returns {'bytes': number of bytes moved}."""

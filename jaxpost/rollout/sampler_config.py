@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from jaxpost.hardware import memory
 from jaxpost.models import rope
 from jaxpost.models.config import CustomConfig
 from jaxpost.programs.sampling import Sampling
-from jaxpost.rollout.buckets import cache_length
 from jaxpost.rollout.sequence import Request
 
 if TYPE_CHECKING:
@@ -69,29 +68,9 @@ class SamplerConfig:
     """Tokens of the longest sequence that a slot holds."""
     return self.max_context or self.max_prompt + self.max_new_tokens
 
-  @property
-  def steps(self) -> int:
-    """Decode steps per dispatch: no more than a completion has."""
-    return max(1, min(self.block, self.max_new_tokens))
-
-  @property
-  def cache_length(self) -> int:
-    """Cache entries of the longest sequence, see `buckets.cache_length`."""
-    return cache_length(self.room, self.steps, self.page_size)
-
-
-def of_section(rollout: Any, **others) -> SamplerConfig:
-  """Returns the config of an engine that samples by the section `config.rollout`; `others` are its other fields."""
-  shared = {field.name for field in dataclasses.fields(SamplerConfig)} & vars(rollout).keys()
-  fields = {name: vars(rollout)[name] for name in shared} | dict(max_prompt=rollout.max_prompt_length)
-  return SamplerConfig(**fields | others)
-
 
 def can_extend(cfg: ModelConfig) -> bool:
-  """True if a cached prefix can be extended by several tokens at a time.
-
-  Not for custom models (one token a step), recurrent layers (only the last state is kept), or recorded routing.
-  """
+  """True if a cache takes several tokens at once: not of custom or recurrent models, nor while experts are recorded."""
   return not (isinstance(cfg, CustomConfig) or cfg.state_shapes or (cfg.experts and cfg.experts.record))
 
 
@@ -106,9 +85,10 @@ def _check_lengths(cfg: ModelConfig, config: SamplerConfig):
   )
 
 
-def _check_pages(cfg: ModelConfig, config: SamplerConfig, shards: int) -> None:
+def _check_pages(config: SamplerConfig, cfg: ModelConfig, shards: int) -> None:
   """Raises InputError if a cache cannot have pages as `config` says; see `check`."""
   where, size = 'config.rollout.page_size', config.page_size
+  refuse(bool(config.cache_tokens and not size), f'{where}: 0 leaves no pages to rollout.cache_tokens; set both')
   refuse(bool(size & (size - 1)), f'{where}: {size} is no power of two')
   refuse(
     size > 0 and bool(cfg.state_shapes),
@@ -119,32 +99,6 @@ def _check_pages(cfg: ModelConfig, config: SamplerConfig, shards: int) -> None:
     size > 0 and shards > 1,
     f'{where}: pages are not split over devices; leave it 0, or give config.mesh.rollout a tensor axis only',
   )
-  where, entries = 'config.rollout.cache_tokens', config.cache_tokens
-  refuse(entries > 0 and not size, f'{where}: there are no pages with rollout.page_size=0; set that, or leave this 0')
-  refuse(
-    entries > 0 and entries // size * size < config.cache_length,
-    f'{where}: {entries} in pages of {size} do not hold one sequence of {config.cache_length} entries; raise it',
-  )
-
-
-def _check_speculation(cfg: ModelConfig, config: SamplerConfig, shards: int) -> None:
-  """Raises InputError where drafts cannot be verified; see `check`."""
-  where = 'config.rollout.speculation'
-  refuse(
-    not can_extend(cfg),
-    f'{where}: drafts are verified several tokens at a time, which this model cannot: a recurrent state is that of the '
-    "last token alone, recorded experts and custom models have one token a step; set it to ''",
-  )
-  refuse(
-    1 in (config.block, config.max_new_tokens),
-    f'{where}: rollout.block={config.block} and rollout.max_new_tokens={config.max_new_tokens} leave nothing to draft; '
-    "raise them, or set this to ''",
-  )
-  refuse(
-    shards > 1,
-    f'{where}: drafts are not verified by each device alone, and would move cache entries between devices; set it to '
-    "'', or give config.mesh.rollout a tensor axis only",
-  )
 
 
 def check(cfg: ModelConfig, config: SamplerConfig, shards: int = 1) -> None:
@@ -153,7 +107,7 @@ def check(cfg: ModelConfig, config: SamplerConfig, shards: int = 1) -> None:
   shards: parts that the mesh splits the batch into.
   """
   _check_lengths(cfg, config)
-  _check_pages(cfg, config, shards)
+  _check_pages(config, cfg, shards)
   least, most = config.min_new_tokens, config.max_new_tokens
   refuse(least > most, f'config.rollout.min_new_tokens: {least} is more than max_new_tokens = {most}; lower it')
   count, vocab_size = config.top_logprobs, cfg.vocab_size
@@ -164,7 +118,9 @@ def check(cfg: ModelConfig, config: SamplerConfig, shards: int = 1) -> None:
     f'{vocab_size}',
   )
   if config.speculation:
-    _check_speculation(cfg, config, shards)
+    from jaxpost.rollout import drafts
+
+    drafts.check(config, can_extend(cfg), shards)
   refuse('' in config.stop_strings, 'config.rollout.stop_strings: "" is in every text; leave it out')
   for name in 'stop_ids', 'forbidden_ids':
     check_ids(vars(config)[name], vocab_size, f'config.rollout.{name}')

@@ -46,10 +46,6 @@ def check_config(config: Config, algorithm: Algorithm) -> None:
     from jaxpost.stage import moving_reference
 
     moving_reference.check(config, algorithm)
-  if algorithm.scalar_head or config.reward_model.per_step or 'reward_model' in config.rewards_tuple():
-    from jaxpost.stage import reward_models
-
-    reward_models.check_uses(config, algorithm)
   refuse(
     config.save.keep_best and not config.eval.data.path,
     'config.save.keep_best: nothing is evaluated; set config.eval.data.path',
@@ -116,22 +112,13 @@ def check_mesh(config: Config, algorithm: Algorithm) -> None:
   )
 
 
-def check_model(config: Config, algorithm: Algorithm, model: Model) -> None:
+def check_model(config: Config, model: Model) -> None:
   """Refuses router and sampler options that this model does not support."""
-  router, cfg = config.router, model.config
+  router = config.router
   refuse(
-    not cfg.experts and bool(router.balance_coef or router.z_coef or router.routing_replay),
+    not model.config.experts and bool(router.balance_coef or router.z_coef or router.routing_replay),
     'config.router: balance_coef, z_coef and routing_replay are for mixtures of experts; this model has no experts',
   )
-  if (algorithm.on_policy and not config.train_on_rollouts) or samples_held_out(config):
-    from jaxpost.rollout import sampler_config  # which no SFT run reads
-
-    if router.routing_replay:
-      from jaxpost.models import routing_replay
-
-      cfg = routing_replay.recording(model).config
-    mask = config.rl.sampling_mask
-    sampler_config.check(cfg, sampler_config.of_section(config.rollout, stop_ids=(), sampling_mask=mask))
   if config.rollout.weights or config.rollout.cache:
     from jaxpost.models import scaled
 

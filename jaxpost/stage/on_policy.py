@@ -15,7 +15,6 @@ import numpy as np
 from jaxpost.rl import grading
 from jaxpost.rl.controller import Controller
 from jaxpost.rl.reward_metrics import REWARD_MODEL
-from jaxpost.rollout import sampler_config
 from jaxpost.rollout.native import NativeEngine
 from jaxpost.rollout.sampler import Sampler
 from jaxpost.stage import batch_shape, sampling_inputs
@@ -62,13 +61,12 @@ def make_engine(placed: PlacedStage, slots: int = 0) -> NativeEngine:
     bridge = make_bridge(placed.train, placed.rollout, 'config.mesh.rollout')
   return NativeEngine(
     model,
-    sampler_config.of_section(
-      rollout,
+    sampling_inputs.engine_config(
+      placed.config,
       slots=slots or batch_shape.slots(rollout, sequences),
       stop_ids=tokenizer.stop_ids,
       block=placed.decode_block,
       group_size=1 if slots else group_size,
-      sampling_mask=placed.config.rl.sampling_mask,
     ),
     placed.rollout,
     compute,

@@ -98,6 +98,10 @@ def check_weights(config: Config, algorithm: Algorithm, role_sources: Mapping[st
 
     model_limits.check(config, algorithm, cfg)
   checks.check_stored(config, algorithm, role_sources)
+  if algorithm.scalar_head or config.reward_model.per_step or 'reward_model' in config.rewards_tuple():
+    from jaxpost.stage import reward_models
+
+    reward_models.check_uses(config, algorithm)
   if config.train.share_prompt:
     from jaxpost.rl import shared_prompts
 
@@ -192,7 +196,11 @@ def make_model(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> Model:
 
     model = quantization.quantize_model(model, config.model.quantize)
     quantization.check_frozen(model, 'config.model.quantize')
-  checks.check_model(config, algorithm, model)
+  checks.check_model(config, model)
+  if checks.samples(config, algorithm):
+    from jaxpost.stage import sampling_inputs
+
+    sampling_inputs.check_model(config, model)
   return model
 
 

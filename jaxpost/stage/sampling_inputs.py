@@ -6,6 +6,7 @@ Imported only by stages that sample. The checks of every stage are in `checks.py
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from jaxpost.distributed import coordination
 from jaxpost.errors import refuse
 from jaxpost.rewards import builtin
 from jaxpost.rl.reward_metrics import REWARD_MODEL
+from jaxpost.rollout import sampler_config
 from jaxpost.stage import checks, epochs
 from jaxpost.stage.batch_shape import row_length
 from jaxpost.stage.records import PreparedStage, Workers
@@ -21,6 +23,7 @@ from jaxpost.stage.records import PreparedStage, Workers
 if TYPE_CHECKING:
   from jaxpost.data.prompts import PromptStream
   from jaxpost.data.sources import Rows
+  from jaxpost.models.model import Model
   from jaxpost.rewards.pool import RewardPool
   from jaxpost.stage.config import Config
   from jaxpost.stage.records import Inputs
@@ -109,6 +112,24 @@ def check_sampling(config: Config, on_policy: bool, rewards: bool = True) -> Non
     r.prompts * r.group_size % rl.minibatches > 0,
     f'config.rl.minibatches: {rl.minibatches} does not divide the {r.prompts} x {r.group_size} completions of a step',
   )
+
+
+def check_model(config: Config, model: Model) -> None:
+  """Refuses options with which an engine could not sample from the model of the policy."""
+  cfg = model.config
+  if config.router.routing_replay:
+    from jaxpost.models import routing_replay
+
+    cfg = routing_replay.recording(model).config
+  sampler_config.check(cfg, engine_config(config, stop_ids=()))
+
+
+def engine_config(config: Config, **others) -> sampler_config.SamplerConfig:
+  """Returns the config of an engine that samples as the stage does; `others` replace fields, or add them."""
+  rollout, fields = vars(config.rollout), dataclasses.fields(sampler_config.SamplerConfig)
+  same = {field.name: rollout[field.name] for field in fields if field.name in rollout}
+  own = dict(max_prompt=config.rollout.max_prompt_length, sampling_mask=config.rl.sampling_mask)
+  return sampler_config.SamplerConfig(**same | own | others)
 
 
 def prompt_stream(
