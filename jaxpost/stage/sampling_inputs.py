@@ -116,12 +116,11 @@ def check_sampling(config: Config, on_policy: bool, rewards: bool = True) -> Non
 
 def check_model(config: Config, model: Model) -> None:
   """Refuses options with which an engine could not sample from the model of the policy."""
-  cfg = model.config
   if config.router.routing_replay:
     from jaxpost.models import routing_replay
 
-    cfg = routing_replay.recording(model).config
-  sampler_config.check(cfg, engine_config(config, stop_ids=()))
+    model = routing_replay.recording(model)
+  sampler_config.check(model.config, engine_config(config, stop_ids=()))
 
 
 def engine_config(config: Config, **others) -> sampler_config.SamplerConfig:
