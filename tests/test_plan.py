@@ -999,10 +999,15 @@ def test_what_the_models_of_a_run_cannot_do_is_not_planned(over, field):
     ('sft', dict(mesh=dict(score_devices=2)), 'mesh.score_devices: sft has no reference'),
     ('sft', dict(train=dict(share_prompt=True)), 'train.share_prompt: sft samples nothing'),
     ('sft', dict(save=dict(keep_best='loss')), 'save.keep_best: nothing is evaluated'),
+    (
+      'grpo',
+      dict(save=dict(keep_best='loss'), eval=dict(data=dict(path='none'))),
+      'save.keep_best: nothing is evaluated',
+    ),
     ('grpo', dict(reference=dict(every=1)), 'reference.every: grpo reads no reference model'),
     (
       'grpo',
-      dict(reward='reward_model', reward_model=dict(path='qwen3_0p6b'), rl=dict(replay=4)),
+      dict(reward='reward_model', reward_model=dict(path='tiny'), rl=dict(replay=4)),
       'rl.replay: groups are chosen before a reward model',
     ),
     ('reward_model', dict(eval=dict(samples=1, data=dict(path='none'))), 'eval.samples: a reward model writes no text'),

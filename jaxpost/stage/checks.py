@@ -47,8 +47,8 @@ def check_config(config: Config, algorithm: Algorithm) -> None:
 
     moving_reference.check(config, algorithm)
   refuse(
-    config.save.keep_best and not config.eval.data.path,
-    'config.save.keep_best: nothing is evaluated; set config.eval.data.path',
+    config.save.keep_best and not (config.eval.data.path and (config.eval.samples or not algorithm.on_policy)),
+    'config.save.keep_best: nothing is evaluated; set config.eval.data.path, and on-policy config.eval.samples, too',
   )
 
 
