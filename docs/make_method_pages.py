@@ -38,7 +38,7 @@ FAMILIES = {
   'On data': 'Methods without rewards, or with rewards that only select what is learned.',
   'Preferences': 'Methods that learn from pairs, labels or scores of given answers.',
   'Teachers': 'Methods that learn the probabilities of another model.',
-  'Groups of samples': 'Methods that compare the rewards of several samples of a prompt. They differ in the surrogate loss.',
+  'Groups of samples': 'Methods that compare the rewards of several samples of a prompt, with different surrogates.',
   'Baselines': 'Methods that differ in what they subtract from a reward, or divide it by.',
   'Off policy': 'Surrogate losses for samples that are older than the policy.',
   'Turns': 'Methods for episodes in an environment, with an advantage for each turn.',
@@ -49,9 +49,9 @@ HEAD = f"""# One page for each method
 {MADE}
 
 Use these pages to choose a method and to look up what it computes. `config.algorithm` selects the method. Each page has
-the formula that jaxpost computes, the differences from the paper, the defaults, a command, measurements, when to use the
-method, and what can go wrong, with the metric that shows it. [Which choices go together](../combinations.md) lists the
-parts of policy gradients that you can combine.
+the formula that jaxpost computes, the differences from the paper, the defaults, a command, measurements, when to use
+the method, and what can go wrong, with the metric that shows it. [Which choices go together](../combinations.md) lists
+the parts of policy gradients that you can combine.
 
 ## Notation
 
@@ -70,8 +70,8 @@ clip_low     and other names with an underscore are fields of the config, in the
 ```
 
 Policy gradients and `online_dpo` compute log-probs from logits / `rollout.temperature`. Every policy gradient can also
-have the terms of [options](../rl_options.md): a KL in the loss (`rl.kl_coef`), an entropy bonus (`rl.entropy_coef`), and
-weights for old samples (`rl.importance`). They are off by default, and only the page of `grpo` writes them out.
+have the terms of [options](../rl_options.md): a KL in the loss (`rl.kl_coef`), an entropy bonus (`rl.entropy_coef`),
+and weights for old samples (`rl.importance`). They are off by default, and only the page of `grpo` writes them out.
 """
 
 
@@ -151,7 +151,10 @@ def differences(name: str) -> list[str]:
 def pair_losses(mark: str) -> list[str]:
   """Returns the table of the losses of pairs; what each computes is the first paragraph of its docstring."""
   lines = [f'{mark} Losses of pairs', '']
-  lines += ['`preference.losses` names one or several of these losses. s is the sigmoid, and d is c - r, without beta:', '']
+  lines += [
+    '`preference.losses` names one or several of these losses. s is the sigmoid, and d is c - r, without beta:',
+    '',
+  ]
   lines += ['| name | loss, and its paper | also reads | reference |', '|---|---|---|---|']
   for name, loss in preferences.LOSSES.items():
     about = ' '.join(inspect.getdoc(loss.fn).split())
@@ -187,9 +190,7 @@ def measured(name: str) -> list[str]:
     text = (
       f'On the small task of [methods.md](../methods.md), `{metric}` goes from {before} to {after} in {steps} steps, '
     )
-    text += (
-      f'with {chosen}; a model of 0.15 M parameters needs such a rate. Seeds 0, 1 and 2 end at {seeds}. '
-    )
+    text += f'with {chosen}; a model of 0.15 M parameters needs such a rate. Seeds 0, 1 and 2 end at {seeds}. '
     lines += [wrapped(text + 'Most differences between methods are smaller than those between seeds.'), '']
   if found := facts.curves().get(name):
     whose = 'of each seed' if len(found['seeds']) > 1 else 'of the SFT from which the table starts'

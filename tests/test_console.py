@@ -359,6 +359,12 @@ def test_run_warns_about_settings_without_effect(tmp_path):
     'warning: config.eval.every changes nothing, as config.eval.data.path is empty',
   )
   assert start_warnings((3, 4), tmp_path, **grpo, train=dict(steps=2)) == (2,)
+  held_out = dict(data=dict(path=SMALL['data']['path']))
+  assert start_warnings((3, 4), tmp_path, **grpo, train=dict(steps=2), eval=held_out) == (
+    2,
+    'warning: nothing is evaluated: grpo has no loss of held-out rows, so set config.eval.samples',
+  )
+  assert start_warnings((3, 4), tmp_path, **grpo, train=dict(steps=2), eval=held_out | dict(samples=1)) == (2,)
 
 
 def test_lora_alpha_with_rank_0_is_refused():
@@ -367,6 +373,16 @@ def test_lora_alpha_with_rank_0_is_refused():
     prepare.resolve_all(SMALL | dict(lora=dict(alpha=32.0)))
   stages = SMALL | dict(stages=('a', 'b'), lora=dict(alpha=32.0), a=dict(lora=dict(rank=2)), b={})
   assert len(prepare.resolve_all(stages)) == 2  # accepted, as stage a has adapters and reads it
+
+
+def test_critic_warmup_is_compared_with_the_steps_of_the_epochs():
+  rollout = dict(prompts=1, max_prompt_length=40, max_new_tokens=8)
+  raw = SMALL | dict(algorithm='ppo', reward='exact_match', rollout=rollout, critic=dict(warmup_steps=101))
+  (stage,) = prepare.prepare_all(raw | dict(train=dict(epochs=4.0)))  # more than 100, the default of train.steps
+  stage.close()
+  assert stage.config.train.steps > 101
+  with pytest.raises(InputError, match='critic.warmup_steps: 101 leaves the policy none of [0-9]+ steps'):
+    prepare.prepare_all(raw | dict(train=dict(epochs=0.5, steps=200)))
 
 
 def test_epochs_of_grpo_are_counted_in_prompts():

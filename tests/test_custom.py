@@ -270,7 +270,7 @@ def test_unusable_modules_are_refused(make, message):
       'no scalar head',
     ),
     (dict(model=dict(preset=CODES['nnx']), nll=dict(neftune_alpha=1.0)), 'neftune_alpha'),
-    (dict(model=dict(preset=CODES['nnx']), lora=dict(rank=4)), 'targets'),
+    (dict(model=dict(preset=CODES['nnx']), lora=dict(rank=4)), 'lora.rank'),
   ],
 )
 def test_unsupported_options_of_custom_models_are_refused(over, message, tmp_path):

@@ -230,7 +230,7 @@ def test_stored_rollout_has_all_fields_and_is_checked_before_training(tmp_path):
   rewards, mask = np.arange(4.0), np.ones((2 * P, C), np.float32)
 
   def stored(**fields):
-    samples = rollout(2, **fields)
+    samples = rollout(1 if 'from_data' in fields else 2, **fields)
     experience = Experience(samples, rewards, mask, {'sampler_logprobs': samples.logprobs}, verdicts=rewards)
     rollout_files.save(tmp_path / '1.npz', experience, Credit({}, mask, {}), 0.7)
     return samples

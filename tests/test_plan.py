@@ -979,6 +979,24 @@ def test_stages_of_other_algorithms_are_described(algorithm):
   [
     (dict(algorithm='grpo', model=dict(preset='tiny_hybrid'), train=dict(share_prompt=True)), 'train.share_prompt'),
     (dict(algorithm='ppo', model=dict(preset='tiny_moe'), router=dict(routing_replay=True)), 'router.routing_replay'),
+    (
+      dict(algorithm='grpo', model=dict(preset='tiny_hybrid'), rollout=dict(speculation='ngram')),
+      'rollout.speculation',
+    ),
+    (
+      dict(
+        algorithm='grpo',
+        model=dict(preset='tiny_moe'),
+        router=dict(routing_replay=True),
+        rollout=dict(speculation='ngram'),
+      ),
+      'rollout.speculation',
+    ),
+    (dict(algorithm='grpo', rollout=dict(cache_tokens=1024)), 'rollout.page_size'),
+    (dict(algorithm='grpo', rollout=dict(min_new_tokens=200)), 'rollout.min_new_tokens'),
+    (dict(algorithm='grpo', rollout=dict(stop_strings=('',))), 'rollout.stop_strings'),
+    (dict(algorithm='grpo', rollout=dict(forbidden_ids=(10**6,))), 'rollout.forbidden_ids'),
+    (dict(algorithm='grpo', rollout=dict(top_logprobs=10**6)), 'rollout.top_logprobs'),
   ],
 )
 def test_plan_refuses_options_that_the_model_lacks(over, field):
@@ -994,8 +1012,20 @@ def test_plan_refuses_options_that_the_model_lacks(over, field):
     ('sft', dict(mesh=dict(score_devices=2)), 'mesh.score_devices: sft has no reference'),
     ('sft', dict(train=dict(share_prompt=True)), 'train.share_prompt: sft samples nothing'),
     ('sft', dict(save=dict(keep_best='loss')), 'save.keep_best: nothing is evaluated'),
+    (
+      'grpo',
+      dict(save=dict(keep_best='loss'), eval=dict(data=dict(path='none'))),
+      'save.keep_best: nothing is evaluated',
+    ),
     ('grpo', dict(reference=dict(every=1)), 'reference.every: grpo reads no reference model'),
-    ('grpo', dict(reward='reward_model', rl=dict(replay=2)), 'rl.replay: groups are chosen before a reward model'),
+    (
+      'grpo',
+      dict(reward='reward_model', reward_model=dict(path='tiny'), rl=dict(replay=4)),
+      'rl.replay: groups are chosen before a reward model',
+    ),
+    ('reward_model', dict(eval=dict(samples=1, data=dict(path='none'))), 'eval.samples: a reward model writes no text'),
+    ('grpo', dict(reward_weights=(1.0, 2.0)), 'reward_weights: 2 weights for 1 rewards'),
+    ('grpo', dict(rl=dict(correct_by='length')), 'rl.correct_by: '),
   ],
 )
 def test_plan_refuses_configs_that_a_run_refuses(algorithm, over, words):

@@ -7,7 +7,7 @@ import tiny
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.programs.compile import Ledger
-from jaxpost.rollout import drafts, native
+from jaxpost.rollout import drafts, native, sampler_config
 from jaxpost.rollout.sequence import ActiveSequence, DrawnTokens, Request
 
 KEY = np.array([1, 2], np.uint32)
@@ -134,6 +134,6 @@ def test_unsupported_speculation_is_refused(model, params):
   with pytest.raises(InputError, match='rollout.speculation: rollout.block=1 '):
     make_engine(model, params, speculation='ngram', block=1)
   with pytest.raises(InputError, match='rollout.speculation: drafts are not verified by each device'):
-    drafts.scheduler(native.SamplerConfig(**FIELDS), True, 2)
+    sampler_config.check(model.config, native.SamplerConfig(**FIELDS, speculation='ngram'), 2)
   with pytest.raises(InputError, match='rollout.speculation: drafts are verified several tokens at a time'):
     make_engine(model_lib.build(tiny.hybrid()), {}, speculation='ngram')

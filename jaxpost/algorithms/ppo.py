@@ -151,7 +151,7 @@ def check(config: Config) -> None:
     'config.rl.lam: with rl.length_alpha and critic.lam nothing would read it; leave it out',
   )
   refuse(
-    section.warmup_steps >= config.train.steps,
+    section.warmup_steps >= config.train.steps and not config.train.epochs,  # those of epochs are not known yet
     f'config.critic.warmup_steps: {section.warmup_steps} leaves the policy none of {config.train.steps} steps; '
     'lower it',
   )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxpost.distributed.transfer import to_host
-from jaxpost.errors import InputError
+from jaxpost.errors import refuse
 from jaxpost.programs.verify import Draft
 from jaxpost.rollout.scheduler import Scheduler
 
@@ -173,26 +173,21 @@ class DraftingScheduler(Scheduler):
     return super().figures() | self.drafts.figures()
 
 
-def scheduler(config: SamplerConfig, can_extend: bool, batch_shards: int) -> type[Scheduler]:
-  """Returns the scheduler class that verifies drafts, or raises InputError where drafts cannot be verified.
-
-  Args:
-    can_extend: the model decodes several tokens of a sequence at a time.
-    batch_shards: parts that the mesh splits the slots into.
-  """
-  if not can_extend:
-    raise InputError(
-      'config.rollout.speculation: drafts are verified several tokens at a time, which this model cannot: a recurrent '
-      "state is that of the last token alone, recorded experts and custom models have one token a step; set it to ''"
-    )
-  if min(config.block, config.max_new_tokens) < 2:
-    raise InputError(
-      f'config.rollout.speculation: rollout.block={config.block} and rollout.max_new_tokens={config.max_new_tokens} '
-      "leave nothing to draft; raise them, or set this to ''"
-    )
-  if batch_shards > 1:
-    raise InputError(
-      'config.rollout.speculation: drafts are not verified by each device alone, and would move cache entries between '
-      "devices; set it to '', or give config.mesh.rollout a tensor axis only"
-    )
-  return DraftingScheduler
+def check(config: SamplerConfig, can_extend: bool, shards: int) -> None:
+  """Raises InputError where drafts cannot be verified; see `sampler_config.check` and `sampler_config.can_extend`."""
+  where = 'config.rollout.speculation'
+  refuse(
+    not can_extend,
+    f'{where}: drafts are verified several tokens at a time, which this model cannot: a recurrent state is that of the '
+    "last token alone, recorded experts and custom models have one token a step; set it to ''",
+  )
+  refuse(
+    1 in (config.block, config.max_new_tokens),
+    f'{where}: rollout.block={config.block} and rollout.max_new_tokens={config.max_new_tokens} leave nothing to draft; '
+    "raise them, or set this to ''",
+  )
+  refuse(
+    shards > 1,
+    f'{where}: drafts are not verified by each device alone, and would move cache entries between devices; set it to '
+    "'', or give config.mesh.rollout a tensor axis only",
+  )

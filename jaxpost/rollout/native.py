@@ -16,7 +16,6 @@ import jax
 import numpy as np
 
 from jaxpost.errors import InputError
-from jaxpost.models.config import CustomConfig
 from jaxpost.programs.compile import Ledger
 from jaxpost.programs.generate import Entry
 from jaxpost.programs.reshard import Reshard
@@ -97,15 +96,12 @@ class NativeEngine:
       report=dict(top=config.top_logprobs, allowed=config.top_k if config.sampling_mask else 0),
       sampling=sampler_config.sampling(config, {}),
     )
-    # A cached prefix cannot be extended for custom models (no multi-token decode), for recurrent layers (only the last
-    # state is kept), or while routing is recorded.
-    cannot_extend = isinstance(model.config, CustomConfig) or bool(model.config.state_shapes)
-    self.can_reuse_cache = not cannot_extend and not (model.config.experts and model.config.experts.record)
+    self.can_reuse_cache = sampler_config.can_extend(model.config)
     self._scheduler: type[Scheduler] = Scheduler
     if config.speculation:
       from jaxpost.rollout import drafts
 
-      self._scheduler = drafts.scheduler(config, self.can_reuse_cache, shards)
+      self._scheduler = drafts.DraftingScheduler
     self.weights: Any = None
     self.version = 0
     self._fits = False
@@ -156,11 +152,9 @@ class NativeEngine:
   @contextlib.contextmanager
   def preserve_weights(self) -> Iterator[None]:
     """Restores the current weights and version when the block ends."""
-    weights = self.weights
-    version = self.version
+    weights, version = self.weights, self.version
     yield
-    self.weights = weights
-    self.version = version
+    self.weights, self.version = weights, version
 
   # ------------------------------------------------------------------- verbs
 

@@ -127,13 +127,13 @@ class RecordedSampler:
     rollout, arrays = load(path)
     if self.temperature is not None:
       self._check_logprobs(path, rollout, arrays)
-    num_prompts = len(rollout.prompts)
-    num_completions = len(rollout.lengths)
-    if (num_prompts, num_completions) != (len(prompts), len(prompts) * group_size):
-      raise InputError(
-        f'{path}: {num_completions} completions of {num_prompts} prompts, and config.rollout '
-        f'asks for {len(prompts) * group_size} of {len(prompts)}'
-      )
+    num_prompts, num_completions = len(rollout.prompts), len(rollout.lengths)
+    expected = len(prompts) * (1 if rollout.from_data else group_size)  # the data have one completion of a prompt
+    refuse(
+      (num_prompts, num_completions) != (len(prompts), expected),
+      f'{path}: {num_completions} completions of {num_prompts} prompts, and config.rollout asks for {expected} of '
+      f'{len(prompts)}',
+    )
     # Recorded rewards count for every source, also for one that had no environment in that run.
     sources = [prompt.source | {'environment': None} for prompt in rollout.prompts]
     if not self.rewards:  # nothing of the old grading is used, and the sources of this run name the functions

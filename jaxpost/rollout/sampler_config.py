@@ -14,6 +14,7 @@ import numpy as np
 from jaxpost.errors import InputError, refuse
 from jaxpost.hardware import memory
 from jaxpost.models import rope
+from jaxpost.models.config import CustomConfig
 from jaxpost.programs.sampling import Sampling
 from jaxpost.rollout.sequence import Request
 
@@ -68,21 +69,27 @@ class SamplerConfig:
     return self.max_context or self.max_prompt + self.max_new_tokens
 
 
+def can_extend(cfg: ModelConfig) -> bool:
+  """True if a cache takes several tokens at once: not of custom or recurrent models, nor while experts are recorded."""
+  return not (isinstance(cfg, CustomConfig) or cfg.state_shapes or (cfg.experts and cfg.experts.record))
+
+
 def _check_lengths(cfg: ModelConfig, config: SamplerConfig):
   """Raises InputError if cached keys would differ from those of a forward pass over the whole sequence."""
   limit = rope.by_length(cfg)
-  if limit and config.room > limit:
-    rope_types = {dict(r.scaling).get('rope_type') for r in cfg.ropes}
-    raise InputError(
-      f'config.rollout: a sequence may have {config.room} tokens (max_prompt_length + max_new_tokens, or --max_context '
-      f'of a server), but rope scaling {"".join(rope_types & set(rope.BY_LENGTH))} rotates keys '
-      f'differently once a sequence is longer than {limit}; shorten the longest sequence to that'
-    )
+  rope_types = {dict(r.scaling).get('rope_type') for r in cfg.ropes} & set(rope.BY_LENGTH)
+  refuse(
+    0 < limit < config.room,
+    f'config.rollout: a sequence may have {config.room} tokens (max_prompt_length + max_new_tokens, or --max_context '
+    f'of a server), but rope scaling {"".join(rope_types)} rotates keys differently once a sequence is longer than '
+    f'{limit}; shorten the longest sequence to that',
+  )
 
 
-def check_pages(size: int, cfg: ModelConfig, shards: int = 1) -> None:
-  """Raises InputError if a cache cannot have pages of `size` entries (0: none); see `check`."""
-  where = 'config.rollout.page_size'
+def _check_pages(config: SamplerConfig, cfg: ModelConfig, shards: int) -> None:
+  """Raises InputError if the cache of this model cannot have the pages of `config`; see `check`."""
+  where, size = 'config.rollout.page_size', config.page_size
+  refuse(bool(config.cache_tokens and not size), f'{where}: 0 leaves no pages to rollout.cache_tokens; set both')
   refuse(bool(size & (size - 1)), f'{where}: {size} is no power of two')
   refuse(
     size > 0 and bool(cfg.state_shapes),
@@ -95,32 +102,29 @@ def check_pages(size: int, cfg: ModelConfig, shards: int = 1) -> None:
   )
 
 
-def check_top_logprobs(count: int, vocab_size: int) -> None:
-  """Raises InputError if `top_logprobs` exceeds the vocabulary."""
-  refuse(count > vocab_size, f'config.rollout.top_logprobs: {count} of a vocabulary of {vocab_size}; lower it')
-
-
-def check(cfg: ModelConfig, config: SamplerConfig, shards: int) -> None:
+def check(cfg: ModelConfig, config: SamplerConfig, shards: int = 1) -> None:
   """Raises InputError if a model cannot be sampled with this config.
 
   shards: parts that the mesh splits the batch into.
   """
   _check_lengths(cfg, config)
-  check_pages(config.page_size, cfg, shards)
-  if config.min_new_tokens > config.max_new_tokens:
-    raise InputError(
-      f'config.rollout.min_new_tokens: {config.min_new_tokens} is more than '
-      f'max_new_tokens = {config.max_new_tokens}; lower it'
-    )
-  check_top_logprobs(config.top_logprobs, cfg.vocab_size)
-  if config.sampling_mask and not 0 < config.top_k <= cfg.vocab_size:
-    raise InputError(
-      f'config.rl.sampling_mask: the ids of config.rollout.top_k tokens are kept for each one drawn; set it from 1 to '
-      f'{cfg.vocab_size}'
-    )
+  _check_pages(config, cfg, shards)
+  low, high = config.min_new_tokens, config.max_new_tokens
+  refuse(low > high, f'config.rollout.min_new_tokens: {low} is more than max_new_tokens = {high}; lower it')
+  count, vocab_size = config.top_logprobs, cfg.vocab_size
+  refuse(count > vocab_size, f'config.rollout.top_logprobs: {count} of a vocabulary of {vocab_size}; lower it')
+  refuse(
+    config.sampling_mask and not 0 < config.top_k <= vocab_size,
+    f'config.rl.sampling_mask: the ids of config.rollout.top_k tokens are kept for each one drawn; set it from 1 to '
+    f'{vocab_size}',
+  )
+  if config.speculation:
+    from jaxpost.rollout import drafts
+
+    drafts.check(config, can_extend(cfg), shards)
   refuse('' in config.stop_strings, 'config.rollout.stop_strings: "" is in every text; leave it out')
   for name in 'stop_ids', 'forbidden_ids':
-    check_ids(vars(config)[name], cfg.vocab_size, f'config.rollout.{name}')
+    check_ids(vars(config)[name], vocab_size, f'config.rollout.{name}')
 
 
 _INT = 2**31 - 1

@@ -47,8 +47,8 @@ def check_config(config: Config, algorithm: Algorithm) -> None:
 
     moving_reference.check(config, algorithm)
   refuse(
-    config.save.keep_best and not config.eval.data.path,
-    'config.save.keep_best: nothing is evaluated; set config.eval.data.path',
+    config.save.keep_best and not (config.eval.data.path and (config.eval.samples or not algorithm.on_policy)),
+    'config.save.keep_best: nothing is evaluated; set config.eval.data.path, and on-policy config.eval.samples, too',
   )
 
 
@@ -112,19 +112,13 @@ def check_mesh(config: Config, algorithm: Algorithm) -> None:
   )
 
 
-def check_model(config: Config, algorithm: Algorithm, model: Model) -> None:
+def check_model(config: Config, model: Model) -> None:
   """Refuses router and sampler options that this model does not support."""
   router = config.router
   refuse(
     not model.config.experts and bool(router.balance_coef or router.z_coef or router.routing_replay),
     'config.router: balance_coef, z_coef and routing_replay are for mixtures of experts; this model has no experts',
   )
-  page_size = config.rollout.page_size if samples(config, algorithm) else 0
-  if config.rollout.top_logprobs or page_size:
-    from jaxpost.rollout import sampler_config  # which no SFT run reads
-
-    sampler_config.check_top_logprobs(config.rollout.top_logprobs, model.config.vocab_size)
-    sampler_config.check_pages(page_size, model.config)
   if config.rollout.weights or config.rollout.cache:
     from jaxpost.models import scaled
 

@@ -77,6 +77,8 @@ def warnings(inputs: Inputs, data: Data) -> list[str]:
     out.append(f'config.log.profile_from={config.log.profile_from} traces nothing, as there are {steps} steps')
   if config.eval.every and not config.eval.data.path:
     out.append('config.eval.every changes nothing, as config.eval.data.path is empty')
+  if data.held_out and data.held_out.documents is None and not config.eval.samples:
+    out.append(f'nothing is evaluated: {config.algorithm} has no loss of held-out rows, so set config.eval.samples')
   return [text for text in out if text]
 
 
@@ -113,6 +115,7 @@ def count_steps(inputs: Inputs, data: Data) -> Inputs:
   if not train.epochs:
     return inputs
   train = dataclasses.replace(train, steps=max(1, round(train.epochs * steps_of(inputs, data))))
+  inputs.algorithm.check(dataclasses.replace(inputs.config, train=dataclasses.replace(train, epochs=0.0)))
   return dataclasses.replace(inputs, config=dataclasses.replace(inputs.config, train=train))
 
 

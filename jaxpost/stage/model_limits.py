@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from jaxpost.errors import InputError
+from jaxpost.errors import refuse
 from jaxpost.models import rope
 from jaxpost.models.config import CustomConfig
 from jaxpost.stage.batch_shape import row_length
@@ -74,6 +74,7 @@ def with_readable_pairs(config: Config, algorithm: Algorithm, role_sources: Mapp
 def _check_custom(config: Config, cfg: CustomConfig) -> None:
   """Raises InputError for options that need more than the interface of a custom model."""
   unsupported = {  # 'field=value that turns it off': whether it is on
+    'lora.rank=0': config.lora.rank,
     'train.share_prompt=False': config.train.share_prompt,
     'nll.neftune_alpha=0': config.nll.neftune_alpha,
     'nll.mtp_weight=0': config.nll.mtp_weight,
@@ -81,8 +82,8 @@ def _check_custom(config: Config, cfg: CustomConfig) -> None:
     'rollout.share_base=False': config.rollout.share_base,
   }
   for fix, is_on in unsupported.items():
-    if is_on:
-      raise InputError(
-        f'config.{fix.partition("=")[0]}: the custom model {cfg.code} is called with parameters, tokens, positions '
-        f'and segments only, and samples from a copy of its weights; set config.{fix}'
-      )
+    refuse(
+      bool(is_on),
+      f'config.{fix.partition("=")[0]}: the custom model {cfg.code} is called with parameters, tokens, positions and '
+      f'segments only, and samples from a copy of its weights; set config.{fix}',
+    )

@@ -15,7 +15,7 @@ import numpy as np
 from jaxpost.rl import grading
 from jaxpost.rl.controller import Controller
 from jaxpost.rl.reward_metrics import REWARD_MODEL
-from jaxpost.rollout.native import NativeEngine, SamplerConfig
+from jaxpost.rollout.native import NativeEngine
 from jaxpost.rollout.sampler import Sampler
 from jaxpost.stage import batch_shape, sampling_inputs
 from jaxpost.types import RowShape
@@ -61,25 +61,12 @@ def make_engine(placed: PlacedStage, slots: int = 0) -> NativeEngine:
     bridge = make_bridge(placed.train, placed.rollout, 'config.mesh.rollout')
   return NativeEngine(
     model,
-    SamplerConfig(
+    sampling_inputs.engine_config(
+      placed.config,
       slots=slots or batch_shape.slots(rollout, sequences),
-      max_prompt=rollout.max_prompt_length,
-      max_new_tokens=rollout.max_new_tokens,
       stop_ids=tokenizer.stop_ids,
-      temperature=rollout.temperature,
-      top_k=rollout.top_k,
-      top_p=rollout.top_p,
-      min_p=rollout.min_p,
       block=placed.decode_block,
-      forbidden_ids=rollout.forbidden_ids,
-      stop_strings=rollout.stop_strings,
-      min_new_tokens=rollout.min_new_tokens,
-      page_size=rollout.page_size,
-      cache_tokens=rollout.cache_tokens,
       group_size=1 if slots else group_size,
-      top_logprobs=rollout.top_logprobs,
-      sampling_mask=placed.config.rl.sampling_mask,
-      speculation=rollout.speculation,
     ),
     placed.rollout,
     compute,

@@ -6,14 +6,16 @@ Imported only by stages that sample. The checks of every stage are in `checks.py
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from jaxpost.data import sources
 from jaxpost.distributed import coordination
-from jaxpost.errors import InputError, refuse
+from jaxpost.errors import refuse
 from jaxpost.rewards import builtin
 from jaxpost.rl.reward_metrics import REWARD_MODEL
+from jaxpost.rollout import sampler_config
 from jaxpost.stage import checks, epochs
 from jaxpost.stage.batch_shape import row_length
 from jaxpost.stage.records import PreparedStage, Workers
@@ -21,6 +23,7 @@ from jaxpost.stage.records import PreparedStage, Workers
 if TYPE_CHECKING:
   from jaxpost.data.prompts import PromptStream
   from jaxpost.data.sources import Rows
+  from jaxpost.models.model import Model
   from jaxpost.rewards.pool import RewardPool
   from jaxpost.stage.config import Config
   from jaxpost.stage.records import Inputs
@@ -46,7 +49,6 @@ def prepare(
       undo.callback(environment.close)
     data = make_data(inputs, rows, held_out_rows, environment.tools if environment else None)
     check_sampling(config, algorithm.on_policy, algorithm.rewards or checks.samples_held_out(config))
-    correct_by(config, REWARD_MODEL in role_sources)  # raises if config.rl.correct_by names no reward of the stage
     if algorithm.data_share(config) or config.rl.expert:
       from jaxpost.rl import demonstrations
 
@@ -73,6 +75,12 @@ def check_sampling(config: Config, on_policy: bool, rewards: bool = True) -> Non
   only_recorded = config.train_on_rollouts and not checks.samples_held_out(config)
   can_grade = config.rewards_tuple() or config.environment or only_recorded
   refuse(rewards and not can_grade, 'config.reward: is empty; name a built-in reward, pkg.module:fn or ./file.py:fn')
+  specs, weights = config.rewards_tuple(), config.reward_weights
+  refuse(
+    bool(specs and weights) and len(weights) != len(specs),
+    f'config.reward_weights: {len(weights)} weights for {len(specs)} rewards; give one each, or ()',
+  )
+  correct_by(config, on_policy and REWARD_MODEL in specs)  # raises if config.rl.correct_by names no reward of the stage
   if not on_policy:
     return
   r, rl = config.rollout, config.rl
@@ -104,6 +112,23 @@ def check_sampling(config: Config, on_policy: bool, rewards: bool = True) -> Non
     r.prompts * r.group_size % rl.minibatches > 0,
     f'config.rl.minibatches: {rl.minibatches} does not divide the {r.prompts} x {r.group_size} completions of a step',
   )
+
+
+def check_model(config: Config, model: Model) -> None:
+  """Refuses options with which an engine could not sample from the model of the policy."""
+  if config.router.routing_replay:
+    from jaxpost.models import routing_replay
+
+    model = routing_replay.recording(model)
+  sampler_config.check(model.config, engine_config(config, stop_ids=()))
+
+
+def engine_config(config: Config, **others) -> sampler_config.SamplerConfig:
+  """Returns the config of an engine that samples as the stage does; `others` replace fields, or add them."""
+  rollout, fields = vars(config.rollout), dataclasses.fields(sampler_config.SamplerConfig)
+  values = {field.name: rollout[field.name] for field in fields if field.name in rollout}
+  values |= dict(max_prompt=config.rollout.max_prompt_length, sampling_mask=config.rl.sampling_mask)
+  return sampler_config.SamplerConfig(**values | others)
 
 
 def prompt_stream(
@@ -145,8 +170,6 @@ def start_rewards(config: Config, data: Sequence[Rows]) -> RewardPool | None:
   from jaxpost.rewards.pool import RewardPool
 
   specs, weights = config.rewards_tuple(), config.reward_weights
-  if weights and len(weights) != len(specs):
-    raise InputError(f'config.reward_weights: {len(weights)} weights for {len(specs)} rewards; give one each, or ()')
   functions = [i for i, spec in enumerate(specs) if spec != REWARD_MODEL]  # their indices in `specs`
   if not functions:
     return None

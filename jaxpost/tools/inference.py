@@ -310,7 +310,6 @@ def evaluate(weights: Weights, config: config_lib.Config, mesh: str = 'data=-1')
     held_out = prepare.make_held_out(inputs, rows, tools=environment.tools if environment else None)
     if samples:
       sampling_inputs.check_sampling(config, False)
-      sampling_inputs.correct_by(config, False)
       rewards = sampling_inputs.start_rewards(config, graded)
       if rewards:
         cleanup.callback(rewards.close)
