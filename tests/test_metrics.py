@@ -142,6 +142,21 @@ def test_start_keeps_earlier_and_drops_later(tmp_path):
   assert keys(path) == a
 
 
+def test_an_evaluation_that_is_made_again_has_one_row(tmp_path):
+  """A kill -9 after the row of an evaluation that a stop signal had left to the resumed run, before its checkpoint."""
+  write_run(tmp_path, [('b', 3)])
+  samples = [{'split': split, 'completion': 'x'} for split in ('train', 'eval')]
+  expected = [('b', 'eval', 0), ('b', 'train', 1), ('b', 'train', 2), ('b', 'train', 3), ('b', 'eval', 3)]
+  for evaluated in (True, False):
+    writer, _ = make_writer(tmp_path)
+    with writer:
+      writer.start_stage('b', 3, resume_step=3, evaluated=evaluated)
+      assert keys(tmp_path / 'metrics.jsonl') == expected[: 5 if evaluated else 4]
+      for row in samples:
+        writer.samples(3, [row])
+  assert metrics.read_growing(tmp_path / 'samples/b/3.jsonl')[1:] == samples  # the first row is of write_run
+
+
 def test_stages_that_the_run_has_not_leave_nothing(tmp_path):
   """A run that is started anew with another method, before anything was saved."""
   write_run(tmp_path, [('a', 2), ('gone', 3), ('b', 3)])
