@@ -378,6 +378,16 @@ def test_a_worker_that_died_between_groups_blames_none(pool_of):
   assert pool.grade([group('a')])[0].error is None
 
 
+def test_a_killed_helper_process_does_not_end_the_run(pool_of):
+  """The reaper is needed only if this process is killed, too."""
+  pool = pool_of('fine')
+  pool.grade([group('a')])
+  for process in (pool._reaper._process, pool._workers[0]._process):
+    process.kill()
+    process.wait()
+  assert pool.grade([group('a')])[0].error is None
+
+
 def test_conversational_and_builtin():
   messages = [{'role': 'assistant', 'content': 'so #### 4'}]
   prompt = [{'role': 'user', 'content': '2+2?'}]

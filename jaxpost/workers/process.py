@@ -6,6 +6,7 @@ output that the user's code prints is drained at the same time, so that a full p
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -60,7 +61,8 @@ class Reaper:
     self._send(f'-{pid}\n')
 
   def _send(self, line: str) -> None:
-    os.write(self._process.stdin.fileno(), line.encode())
+    with contextlib.suppress(BrokenPipeError):  # it was killed, and is needed only if this process is killed, too
+      os.write(self._process.stdin.fileno(), line.encode())
 
   def close(self) -> None:
     """Ends the helper process, which kills the groups that are still registered."""
@@ -267,10 +269,8 @@ class Worker:
     if self._process is None:
       return
     self._process.stdin.close()
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):  # The user's code may have left threads running.
       self._process.wait(_GRACE_S)
-    except subprocess.TimeoutExpired:
-      pass  # The user's code may have left threads running.
     self.kill()
 
   def interrupt(self) -> None:
