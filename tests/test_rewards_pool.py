@@ -388,6 +388,18 @@ def test_a_killed_helper_process_does_not_end_the_run(pool_of):
   assert pool.grade([group('a')])[0].error is None
 
 
+def test_a_worker_that_was_killed_while_importing_starts_again(tmp_path):
+  flag, file = tmp_path / 'flag', tmp_path / 'rewards.py'
+  killed = f'flag = pathlib.Path({str(flag)!r})\nif flag.exists():\n  flag.unlink()\n  os.kill(os.getpid(), 9)\n'
+  file.write_text(f'import os, pathlib\n{killed}def one(completions, **columns):\n  return [1.0] * len(completions)\n')
+  with RewardPool(f'{file}:one') as pool:
+    pool.grade([group('a')])
+    flag.touch()
+    pool._workers[0]._process.kill()
+    assert pool.grade([group('a')])[0].rewards == [1.0]
+    assert not flag.exists()
+
+
 def test_conversational_and_builtin():
   messages = [{'role': 'assistant', 'content': 'so #### 4'}]
   prompt = [{'role': 'user', 'content': '2+2?'}]
