@@ -340,7 +340,7 @@ def _run_stage(
         activity.console.out(program_table.one_line(plans[-1]), highlight=False)
     with activity(f'looking for checkpoints of {stage.name}'):
       done = loop.resume(stage)
-    stage.writer.start_stage(stage.name, stage.steps, done)
+    stage.writer.start_stage(stage.name, stage.steps, done, evaluated=bool(done and stage.checkpointer.metrics(done)))
     with activity.following(placed.timer.doing):
       loop.run_stage(stage, done, stop)
     placed.timer.flush()

@@ -146,6 +146,21 @@ def test_start_of_a_stage_keeps_earlier_rows_and_drops_later_ones(tmp_path):
   assert keys(path) == a
 
 
+def test_repeated_evaluation_has_one_row(tmp_path):
+  """A run is killed after the row of an evaluation that a stop signal left to it, before its checkpoint."""
+  write_run(tmp_path, [('b', 3)])
+  samples = [{'split': split, 'completion': 'x'} for split in ('train', 'eval')]
+  expected = [('b', 'eval', 0), ('b', 'train', 1), ('b', 'train', 2), ('b', 'train', 3), ('b', 'eval', 3)]
+  for evaluated in (True, False):
+    writer, _ = make_writer(tmp_path)
+    with writer:
+      writer.start_stage('b', 3, resume_step=3, evaluated=evaluated)
+      assert keys(tmp_path / 'metrics.jsonl') == expected[: 5 if evaluated else 4]
+      for row in samples:
+        writer.samples(3, [row])
+  assert metrics.read_growing(tmp_path / 'samples/b/3.jsonl')[1:] == samples  # the first row is of write_run
+
+
 def test_rows_and_samples_of_removed_stages_are_dropped(tmp_path):
   """A run is restarted with other stages, before the first checkpoint."""
   write_run(tmp_path, [('a', 2), ('gone', 3), ('b', 3)])

@@ -418,6 +418,11 @@ def test_more_steps_continue_a_finished_run(sft, model, tmp_path, monkeypatch):
   stage_config = types.SimpleNamespace(train=types.SimpleNamespace(steps=6))
   stage = types.SimpleNamespace(name='sft', config=stage_config, data=types.SimpleNamespace(held_out=True))
   assert stages.stages_done([stage], tmp_path / 'run') == 1
+  folder = tmp_path / 'run/checkpoints/sft'
+  manifest.write(folder / '6', manifest.read(folder, 6)._replace(metrics={}))  # killed after the row of the evaluation
+  (tmp_path / 'run/summary.json').unlink()
+  run(config, tmp_path / 'run')
+  same_rows(tmp_path / 'run', sft[1])
   leave_out_evaluation(tmp_path / 'run', 6)
   assert stages.stages_done([stage], tmp_path / 'run') == 0  # all its steps are done, but not the evaluation after them
   with pytest.raises(InputError, match='train.steps: 4 of sft.* its step 6'):

@@ -381,6 +381,28 @@ def test_worker_killed_between_groups_fails_no_group(pool_of):
   assert pool.grade([group('a')])[0].error is None
 
 
+def test_killed_reaper_does_not_end_the_run(pool_of):
+  """The reaper is needed only if this process is killed, too."""
+  pool = pool_of('fine')
+  pool.grade([group('a')])
+  for process in (pool._reaper._process, pool._workers[0]._process):
+    process.kill()
+    process.wait()
+  assert pool.grade([group('a')])[0].error is None
+
+
+def test_worker_killed_while_importing_is_started_once_more(tmp_path):
+  flag, file = tmp_path / 'flag', tmp_path / 'rewards.py'
+  killed = f'flag = pathlib.Path({str(flag)!r})\nif flag.exists():\n  flag.unlink()\n  os.kill(os.getpid(), 9)\n'
+  file.write_text(f'import os, pathlib\n{killed}def one(completions, **columns):\n  return [1.0] * len(completions)\n')
+  with RewardPool(f'{file}:one') as pool:
+    pool.grade([group('a')])
+    flag.touch()
+    pool._workers[0]._process.kill()
+    assert pool.grade([group('a')])[0].rewards == [1.0]
+    assert not flag.exists()
+
+
 def test_builtin_rewards_grade_messages_and_name_missing_columns():
   messages = [{'role': 'assistant', 'content': 'so #### 4'}]
   prompt = [{'role': 'user', 'content': '2+2?'}]

@@ -217,7 +217,7 @@ class MetricsWriter:
       self._noted.add(text[:40])
       self._board.line(f'note: {text}')
 
-  def start_stage(self, stage: str, total_steps: int, resume_step: int = 0) -> None:
+  def start_stage(self, stage: str, total_steps: int, resume_step: int = 0, evaluated: bool = True) -> None:
     """Starts a stage; deletes rows and samples except those of earlier stages, and its own up to resume_step > 0."""
     is_first = not self._stage
     self._stage = stage
@@ -228,7 +228,7 @@ class MetricsWriter:
     rows = read_rows(self.path)
     if seals.damaged(self.workdir, [self.path.name]):
       self._board.line(f'{self.path}: differs from its checksum: rows were damaged or changed since they were written')
-    kept = self._drop_later(rows, resume_step)
+    kept = self._drop_later(rows, resume_step, evaluated)
     for row in kept if is_first else ():  # restores levels and warnings of an earlier process
       if row['split'] == 'train':
         self.alerts.check(row['stage'], row['step'], row)
@@ -242,19 +242,20 @@ class MetricsWriter:
     if self._trackers is not None:
       self._trackers.start_stage(stage)
 
-  def _drop_later(self, rows: list[dict], resume_step: int) -> list[dict]:
+  def _drop_later(self, rows: list[dict], resume_step: int, evaluated: bool) -> list[dict]:
     """Deletes rows and samples that will be written again; returns the rows that are kept."""
     names = self._stages or [*dict.fromkeys(row['stage'] for row in rows), self._stage]
     earlier = names[: names.index(self._stage)]
+    last = (resume_step, evaluated)  # an evaluation that the checkpoint lacks is made again
 
-    def is_kept(stage: str, step: int) -> bool:
-      return stage in earlier or (stage == self._stage and resume_step > 0 and step <= resume_step)
+    def is_kept(stage: str, step: int, split: str) -> bool:
+      return stage in earlier or (stage == self._stage and resume_step > 0 and (step, split == 'eval') <= last)
 
-    kept = [row for row in rows if is_kept(row['stage'], row['step'])]
+    kept = [row for row in rows if is_kept(row['stage'], row['step'], row['split'])]
     self._begin_file(kept)
     for folder in self.workdir.glob('samples/*'):
       for step, file in sample_files(folder).items():
-        if not is_kept(folder.name, step):
+        if not is_kept(folder.name, step, 'train'):
           file.unlink()
     return kept
 
@@ -318,10 +319,11 @@ class MetricsWriter:
       self.note('a loss near 0 is expected, as advantages of a group sum to 0: watch reward and kl')
 
   def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Adds rows to samples/STAGE/STEP.jsonl: prompt, completion, reward, components, ..."""
+    """Puts rows (prompt, completion, reward, ...) in the place of those of their split in samples/STAGE/STEP.jsonl."""
     if self._primary:
       name = f'samples/{self._stage}/{step}.jsonl'
-      rows = [*read_growing(self.workdir / name), *map(plain, rows)]
+      splits = {row.get('split') for row in rows}
+      rows = [row for row in read_growing(self.workdir / name) if row.get('split') not in splits] + [*map(plain, rows)]
       text = ''.join(json.dumps(row, ensure_ascii=False) + '\n' for row in rows)
       object_store.write_text(self.workdir / name, text)
       if self._tb is not None and rows:

@@ -6,6 +6,7 @@ output that the user's code prints is drained at the same time, so that a full p
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -60,7 +61,8 @@ class Reaper:
     self._send(f'-{pid}\n')
 
   def _send(self, line: str) -> None:
-    os.write(self._process.stdin.fileno(), line.encode())
+    with contextlib.suppress(BrokenPipeError):  # it was killed, and is needed only if this process is killed, too
+      os.write(self._process.stdin.fileno(), line.encode())
 
   def close(self) -> None:
     """Ends the helper process, which kills the groups that are still registered."""
@@ -90,7 +92,7 @@ class Worker:
     self._closed = False
     self._process = None
 
-  def start(self) -> Any:
+  def start(self, retry: bool = True) -> Any:
     """Starts the process unless it is running; returns the 'ready' value of its first reply.
 
     Raises:
@@ -126,7 +128,13 @@ class Worker:
     self._incoming = b''
     self._tail = b''
     self.printed = 0  # bytes since `take_printed`
-    self._ready = self._handshake()
+    try:
+      self._ready = self._handshake()
+    except WorkerDied as error:
+      if retry and not self._closed:  # it may have been killed from outside, for its memory
+        return self.start(retry=False)
+      text = ' '.join(self.printed_text().split())[-300:]
+      raise InputError(f'{self._label}: the worker {error} while importing: {text}') from None
     return self._ready
 
   def _handshake(self) -> Any:
@@ -139,9 +147,6 @@ class Worker:
     except TimeoutError:
       where = self.kill()
       raise InputError(f'{self._label}: importing took longer than {timeout_s:g} s{where}') from None
-    except WorkerDied as error:
-      text = ' '.join(self.printed_text().split())[-300:]
-      raise InputError(f'{self._label}: the worker {error} while importing: {text}') from None
     if 'bad' in reply:
       self.kill()
       raise InputError(reply['bad'])
@@ -219,8 +224,7 @@ class Worker:
 
   def kill(self) -> str:
     """Kills the process and its children; returns ' at file:line' of the user's code, or '' if unknown."""
-    process = self._process
-    self._process = None
+    process, self._process = self._process, None
     if process is None:
       return ''
     reaper.kill_group(process.pid)
@@ -245,8 +249,7 @@ class Worker:
   def _where(self) -> str:
     """Returns ' at file:line' from faulthandler's last traceback; its frames are innermost first."""
     for dump in reversed(self.printed_text().split(_DUMP)[1:]):
-      frames = user_code.user_frames(_FRAME.findall(dump))
-      if frames:
+      if frames := user_code.user_frames(_FRAME.findall(dump)):
         file, line = frames[0]
         return f' at {file}:{line}'
     return ''
@@ -258,8 +261,7 @@ class Worker:
   def take_printed(self) -> tuple[str, int]:
     """Returns (end of the text, number of bytes) printed since the last call."""
     printed = self.printed_text(), self.printed
-    self._tail = b''
-    self.printed = 0
+    self._tail, self.printed = b'', 0
     return printed
 
   def finish(self) -> None:
@@ -267,10 +269,8 @@ class Worker:
     if self._process is None:
       return
     self._process.stdin.close()
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):  # The user's code may have left threads running.
       self._process.wait(_GRACE_S)
-    except subprocess.TimeoutExpired:
-      pass  # The user's code may have left threads running.
     self.kill()
 
   def interrupt(self) -> None:
