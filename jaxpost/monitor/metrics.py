@@ -246,7 +246,7 @@ class MetricsWriter:
     """Deletes rows and samples that will be written again; returns the rows that are kept."""
     names = self._stages or [*dict.fromkeys(row['stage'] for row in rows), self._stage]
     earlier = names[: names.index(self._stage)]
-    last = (resume_step, evaluated)  # an evaluation that the checkpoint lacks is made again
+    last = (resume_step, evaluated)  # if the checkpoint lacks the metrics of an evaluation, the run makes it again
 
     def is_kept(stage: str, step: int, split: str) -> bool:
       return stage in earlier or (stage == self._stage and resume_step > 0 and (step, split == 'eval') <= last)
@@ -324,8 +324,7 @@ class MetricsWriter:
       name = f'samples/{self._stage}/{step}.jsonl'
       splits = {row.get('split') for row in rows}
       rows = [row for row in read_growing(self.workdir / name) if row.get('split') not in splits] + [*map(plain, rows)]
-      text = ''.join(json.dumps(row, ensure_ascii=False) + '\n' for row in rows)
-      object_store.write_text(self.workdir / name, text)
+      object_store.write_text(self.workdir / name, ''.join(json.dumps(row, ensure_ascii=False) + '\n' for row in rows))
       if self._tb is not None and rows:
         shown = json.dumps(rows[-8:], ensure_ascii=False, indent=1).replace('\\n', '\n')
         self._tb.add_text(f'{self._stage}/samples', '    ' + shown.replace('\n', '\n    '), step)
