@@ -472,7 +472,7 @@ def test_top_p_search_is_counted_only_where_the_config_asks_for_it():
 
 def test_groups_of_devices_are_attributed_to_mesh_axes():
   class Mesh:
-    stage_of = {'data': 2, 'fsdp': 4, 'tensor': 2}
+    shape = {'data': 2, 'fsdp': 4, 'tensor': 2}
 
   by_axis = cost.by_axis(
     cost.Totals(

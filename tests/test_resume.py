@@ -323,7 +323,7 @@ def test_run_stopped_by_sigterm_saves_and_resumes_bitwise(command, baseline, tmp
       # The saved step includes all steps with rows: those before the signal and the step that was running.
       assert train_rows(workdir, stage) == step
   out, _ = finish(start(command(workdir)))
-  assert 'rows of metrics past it, dropped: 0' in ' '.join(out.split())
+  assert 'rows of metrics that are dropped: 0' in ' '.join(out.split())
   assert_same_run(workdir, baseline)
 
 

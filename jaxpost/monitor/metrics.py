@@ -218,7 +218,7 @@ class MetricsWriter:
       self._board.line(f'note: {text}')
 
   def start_stage(self, stage: str, total_steps: int, resume_step: int = 0, evaluated: bool = True) -> None:
-    """Starts a stage; deletes rows and samples except those of earlier stages, and its own up to resume_step > 0."""
+    """Starts a stage; keeps rows of earlier ones, and its own up to resume_step > 0 (its evaluation if `evaluated`)."""
     is_first = not self._stage
     self._stage = stage
     self._noted = set()
@@ -271,7 +271,7 @@ class MetricsWriter:
 
   def _say_resumed(self, step: int, dropped: int) -> None:
     """Prints that the stage resumes, and adds it to resumes.jsonl."""
-    self._board.line(f'{self._stage} resumes after step {step}; rows of metrics past it, dropped: {dropped}')
+    self._board.line(f'{self._stage} resumes after step {step}; rows of metrics that are dropped: {dropped}')
     resumed = dict(stage=self._stage, step=step, rows_dropped=dropped)
     object_store.add_line(self.workdir / 'resumes.jsonl', json.dumps(resumed))
 

@@ -108,11 +108,10 @@ def _made_up_data(inputs: Inputs) -> Data:
   """Returns data of the config's shapes: random prompts, or generated rows."""
   config, algorithm = inputs.config, inputs.algorithm
   prompts = testing.RandomPrompts(config.rollout.prompts, config.rollout.max_prompt_length, 256)
-  if algorithm.on_policy:
-    sampling_inputs.check_sampling(config, True, rewards=False)
-    data = Data(stream=prompts)
-  else:
-    data = _generated_rows(inputs)
+  if checks.samples(config, algorithm):
+    sampling_inputs.check_model(config, inputs.model)
+    sampling_inputs.check_sampling(config, algorithm.on_policy, rewards=False)
+  data = Data(stream=prompts) if algorithm.on_policy else _generated_rows(inputs)
   if not config.eval.data.path:
     return data
   documents = Documents((data.documents.plain(0),).__getitem__, 1) if data.documents else None

@@ -193,10 +193,6 @@ def make_model(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> Model:
     model = quantization.quantize_model(model, config.model.quantize)
     quantization.check_frozen(model, 'config.model.quantize')
   checks.check_model(config, model)
-  if checks.samples(config, algorithm):
-    from jaxpost.stage import sampling_inputs
-
-    sampling_inputs.check_model(config, model)
   return model
 
 

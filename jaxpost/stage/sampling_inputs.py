@@ -38,6 +38,7 @@ def prepare(
     from jaxpost.stage import reward_models
 
     reward_models.check_tokens(config, role_sources, tokenizer, {p.name: p.inputs.tokenizer for p in before})
+  check_model(config, inputs.model)
   with contextlib.ExitStack() as undo:  # ends the processes if a later step fails
     environment = None
     evaluated = sources.first(held_out_rows, config.eval.size) if checks.samples_held_out(config) else ()
@@ -115,12 +116,13 @@ def check_sampling(config: Config, on_policy: bool, rewards: bool = True) -> Non
 
 
 def check_model(config: Config, model: Model) -> None:
-  """Refuses options with which an engine could not sample from the model of the policy."""
+  """Refuses options with which the engine of a stage, if it has one, could not sample from the policy."""
   if config.router.routing_replay:
     from jaxpost.models import routing_replay
 
     model = routing_replay.recording(model)
-  sampler_config.check(model.config, engine_config(config, stop_ids=()))
+  if not config.train_on_rollouts or checks.samples_held_out(config):
+    sampler_config.check(model.config, engine_config(config, stop_ids=()))
 
 
 def engine_config(config: Config, **others) -> sampler_config.SamplerConfig:

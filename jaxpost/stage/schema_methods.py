@@ -1,6 +1,6 @@
-"""`option`, which declares a config field, and the sections of methods on data: SFT, preferences, distillation.
+"""`option`, which declares a config field, and the sections of methods on data.
 
-The config is in `schema.py`.
+These are SFT, preferences, reward models and distillation. The config is in `schema.py`.
 """
 
 from __future__ import annotations

@@ -5,5 +5,6 @@ Import from here: `checkpoint.Checkpointer` (the only use of orbax), `manifest` 
 `hub` (the only use of huggingface_hub), `array_cache` (arrays kept between runs), `run_lock` (one run in a folder at a
 time) and `seals` (checksums of files).
 
-Imports only `distributed` and below, and knows no models, configs, or formats of data or weights.
+Imports only `distributed` and below. It knows no models and no formats of data or weights; of a config it reads only
+what `manifest.is_finished` needs.
 """

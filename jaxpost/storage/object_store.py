@@ -1,4 +1,4 @@
-"""Reads and writes files and folders, local or on gs:// and s3://, and turns system errors into one line.
+"""Reads, writes and checks files and folders, local or on gs:// and s3://, and turns system errors into one line.
 
 Object stores have neither append nor rename: files that grow are kept on this host and uploaded; a file that is
 written in one call appears as a whole or not at all.

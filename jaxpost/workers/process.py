@@ -96,7 +96,7 @@ class Worker:
     """Starts the process unless it is running; returns the 'ready' value of its first reply.
 
     Raises:
-      InputError: if the user's code cannot be imported.
+      InputError: if the user's code cannot be imported; with `retry`, if its process ends twice meanwhile.
     """
     if self._process is not None:
       if self._process.poll() is None:
