@@ -4,6 +4,7 @@ Legend: N sequences, C completion tokens.
 """
 
 import json
+import pathlib
 
 import episodes
 import jax
@@ -14,6 +15,7 @@ import test_exact_gradients as exact
 import tiny
 
 import jaxpost
+from jaxpost import imports
 from jaxpost.algorithms import grpo
 from jaxpost.environments import pool as pool_lib
 from jaxpost.environments import turns
@@ -219,6 +221,17 @@ def test_queued_turn_rewards_are_restored_from_a_checkpoint(folder):
   finally:
     for stream in streams:
       stream.close()
+
+
+def test_example_environment_rewards_moves_toward_the_treasure():
+  path = pathlib.Path(__file__).resolve().parents[1] / 'docs/examples/scored_treasure.py'
+  game = imports.load_callable(f'{path}:ScoredTreasure', 'config.environment')()
+  game.reset(start=3, treasure=5)
+  rewards = []
+  for direction in ('right', 'left'):
+    game.move(direction)
+    rewards.append(game.turn_reward)
+  assert rewards == [0.1, -0.1]
 
 
 @pytest.mark.parametrize(
