@@ -496,7 +496,7 @@ def update_row(**over):
 
 
 class FourChips:
-  size, stage_of = 4, {'data': 1, 'fsdp': 4, 'tensor': 1}
+  size, shape = 4, {'data': 1, 'fsdp': 4, 'tensor': 1}
 
   class devices:
     flat = ()
