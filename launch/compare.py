@@ -51,9 +51,11 @@ def main(argv):
     if comparison.sampled and not comparison.paired:
       console.out('reward: no prompt was sampled in the same step of both')
     if part := comparison.parting:
-      console.out(f'they part in {part.stage} {part.split} step {part.step}, sample {part.sample} of {part.prompt!r}')
+      where = f'{part.stage} {part.split} step {part.step}, sample {part.sample} of {part.prompt!r}'
+      console.out(f'the first stored sample that differs is in {where}')
       first, second = comparison.names
-      console.out(f'  both: {part.shared!r}\n  {first}: {part.first!r}\n  {second}: {part.second!r}')
+      begin = f'  both begin: {part.shared!r}\n' if part.shared else ''
+      console.out(f'{begin}  {first}: {part.first!r}\n  {second}: {part.second!r}')
   if _OUT.value:
     compare_runs.write_page(runs, _OUT.value)
     console.out(_OUT.value)

@@ -23,6 +23,7 @@ from absl import app, flags
 
 from jaxpost import errors
 from jaxpost.distributed import watchdog
+from jaxpost.stage import field_names
 from jaxpost.storage import object_store
 
 from . import config_flag
@@ -190,8 +191,11 @@ def _unknown_flag(error: flags.UnrecognizedFlagError) -> str:
   head, dot, field = error.flagname.partition('.')
   if head in ('config', 'workdir') and {'processes', 'nodes'} & set(flags.FLAGS):  # launch.local, launch.submit
     return f'--{error.flagname}: is a flag of launch.train; write all of these after --, as in -- --config=FILE'
-  nearest = difflib.get_close_matches(head, flags.FLAGS, 1)
-  hint = f'; did you mean --{nearest[0]}{dot}{field}?' if nearest else '; --help lists the flags'
+  nearest = [f'--{name}{dot}{field}' for name in difflib.get_close_matches(head, flags.FLAGS, 1)]
+  if 'config' in flags.FLAGS:  # a name of TRL, verl or transformers, such as --learning_rate
+    fields = field_names.SYNONYMS.get(error.flagname, ())
+    nearest = [name if name.startswith('--') else f'--config.{name}' for name in fields] or nearest
+  hint = f'; did you mean {" or ".join(nearest)}?' if nearest else '; --help lists the flags'
   return f'--{error.flagname}: there is no such flag{hint}'
 
 

@@ -251,6 +251,7 @@ FIELDS = {
   ),
   'weights of rewards': ('grpo', dict(reward_weights=(1.0, 2.0)), 'reward_weights: 2 weights for 1 rewards'),
   'weight of text': ('grpo', dict(reward_weights=('1',)), "config.reward_weights.0.: want float, got '1'"),
+  'number as YAML reads it': ('sft', dict(optim=dict(lr='3e-3')), "optim.lr: want float, got '3e-3' .*write 1.0e-3"),
   'reward of a number': ('grpo', dict(reward=3), 'reward: 3 is an int'),
   'reward unknown': ('grpo', dict(reward='exact_mach'), 'exact_mach.*exact_match'),
   'reward of a file alone': (

@@ -165,7 +165,8 @@ def test_compare_command_prints_differences_and_refuses_bad_folders(runs, tmp_pa
 
   result = call(*runs, f'--out={tmp_path / "c.html"}')
   assert result.returncode == 0, result.stderr
-  assert 'difference 0.3333' in result.stdout and 'they part in grpo train step 2, sample 2' in result.stdout
+  assert 'difference 0.3333' in result.stdout
+  assert 'the first stored sample that differs is in grpo train step 2, sample 2' in result.stdout
   shutil.rmtree(runs[1] / 'samples')
   page = tmp_path / 'without.html'
   assert 'no prompt was sampled' not in call(*runs, f'--out={page}').stdout and 'shared prompts' not in page.read_text()

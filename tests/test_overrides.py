@@ -311,6 +311,10 @@ LINES = {
     ('--config=configs/quickstart.py', '--confg.optim.lr=1'),
     '--confg.optim.lr: there is no such flag; did you mean --config.optim.lr.',
   ),
+  'name of TRL': (
+    ('--config=configs/quickstart.py', '--learning_rate=1e-3'),
+    '--learning_rate: there is no such flag; did you mean --config.optim.lr.',
+  ),
   'argument': (('--config=configs/quickstart.py:shrot',), "--config: no argument 'shrot'; did you mean 'short'."),
 }
 

@@ -271,8 +271,8 @@ class MetricsWriter:
 
   def _say_resumed(self, step: int, dropped: int) -> None:
     """Prints that the stage resumes, and adds it to resumes.jsonl."""
-    self._board.line(f'{self._stage} resumes after step {step}; rows of metrics that are dropped: {dropped}')
-    resumed = dict(stage=self._stage, step=step, rows_dropped=dropped)
+    self._board.line(f'{self._stage} resumes after step {step}' + f', and drops {dropped} later rows' * bool(dropped))
+    resumed = {'stage': self._stage, 'step': step, 'rows_dropped': dropped}
     object_store.add_line(self.workdir / 'resumes.jsonl', json.dumps(resumed))
 
   def _start_tensorboard(self, resume_step: int) -> None:

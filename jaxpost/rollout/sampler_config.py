@@ -189,9 +189,6 @@ def check_request(config: SamplerConfig, request: Request, vocab_size: int) -> N
     check_ids(ids, vocab_size, f'{key} of {name}')
 
 
-# --------------------------------------------------------------------- memory
-
-
 def free_bytes(layout: Layout) -> float:
   """Returns the free bytes of all devices of a layout together; inf if they do not report it."""
   stats = [d.memory_stats() for d in layout.mesh.local_devices]

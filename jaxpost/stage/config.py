@@ -204,7 +204,8 @@ def _check(name: str, value: Any, kind: Any, meta: Mapping) -> Any:
   if kind is tuple and isinstance(value, list):
     value = tuple(value)
   if type(value) is not kind:
-    raise InputError(f'{name}: want {kind.__name__}, got {_shown(value)} ({type(value).__name__})')
+    hint = '; in YAML write 1.0e-3, as 1e-3 is text' if kind is float and isinstance(value, str) else ''
+    raise InputError(f'{name}: want {kind.__name__}, got {_shown(value)} ({type(value).__name__}){hint}')
   if kind is tuple:
     limits = {**meta, 'each': None}
     return tuple(_check(f'{name}[{i}]', x, meta['each'], limits) for i, x in enumerate(value))
