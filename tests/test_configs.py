@@ -15,6 +15,7 @@ import rich.console
 from jaxpost import stages
 from jaxpost.errors import InputError
 from jaxpost.losses import advantages
+from jaxpost.rollout import sampler_config
 from jaxpost.stage import algorithms
 from jaxpost.stage import config as schema
 from tests import tiny
@@ -201,6 +202,9 @@ def reads(text):
   for name, estimator in advantages.ESTIMATORS.items():  # estimators get the fields by name
     for field in estimator.reads.values():
       places[f'rl.{field}'].append(name)
+  for field in sampler_config.SamplerConfig.__dataclass_fields__:  # `sampling_inputs.engine_config` reads them by name
+    if f'rollout.{field}' in leaves():
+      places[f'rollout.{field}'].append('sampling_inputs')
   return places
 
 
