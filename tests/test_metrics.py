@@ -115,7 +115,7 @@ def test_resume_equals_an_uninterrupted_run(tmp_path):
   write_run(tmp_path / 'whole', plan)
   write_run(tmp_path / 'cut', plan)
   printed = write_run(tmp_path / 'cut', plan[1:], resume=2)
-  assert 'dropped: 7' in printed  # b 3, 4, eval; c eval, 1, 2, eval
+  assert 'drops 7 later rows' in printed  # b 3, 4, eval; c eval, 1, 2, eval
   whole, cut = (metrics.comparable_rows(tmp_path / d / 'metrics.jsonl') for d in ('whole', 'cut'))
   assert whole == cut
   assert len(cut) == 16 and 'time/step' not in cut[1]
