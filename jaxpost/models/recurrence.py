@@ -110,8 +110,8 @@ def _block(carry: tuple, terms: tuple, product: Callable, corrected: bool, chunk
 
   decayed_products = _decayed_products(k, log_decay, runs, product)
   from_start, to_end = _to_borders(log_decay, runs, run_before)
-  # If corrected, the updates are u_chunk - w S with the state S before the chunk: u_chunk = (I + A)^-1 (beta v) and
   # If corrected, the updates are u_chunk - w S, with the state S before the chunk: u_chunk = (I + A)^-1 (beta v) and
+  # w = (I + A)^-1 (beta decay k), with the decayed products A of beta k and earlier keys of the chunk.
   u_chunk, w = beta * v, None
   if corrected:
     inverse = _inverse(jnp.tril(decayed_products(k) * beta, -1))
