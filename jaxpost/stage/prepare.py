@@ -232,10 +232,6 @@ def find_weights(
     earlier: {stage: Source} of the final weights of the stages before this one, in order.
     find: (text, config field, earlier) -> Source, used by plans, which need no weights. None: `weight_sources.find`.
   """
-  if algorithm.scalar_head or config.reward_model.per_step or 'reward_model' in config.rewards_tuple():
-    from jaxpost.stage import reward_models
-
-    reward_models.check_uses(config, algorithm)
 
   def locate(text: str, field: str) -> Source:
     if find:
@@ -266,10 +262,12 @@ def find_weights(
   if algorithm.critic(config):
     path = config.critic.path
     role_sources['critic'] = locate(path, 'config.critic.path') if path else policy
-  if algorithm.on_policy and 'reward_model' in config.rewards_tuple():
+  if algorithm.scalar_head or config.reward_model.per_step or 'reward_model' in config.rewards_tuple():
     from jaxpost.stage import reward_models
 
-    role_sources['reward_model'] = reward_models.find(config, locate)
+    reward_models.check_uses(config, algorithm)
+    if reward_models.grades(config, algorithm):
+      role_sources['reward_model'] = reward_models.find(config, locate)
   teachers = config.distill.teachers if 'teachers' in algorithm.needs(config) else ()
   for i, text in enumerate(teachers):
     role_sources[f'teacher_{i}'] = locate(text, f'config.distill.teachers[{i}]')
