@@ -61,9 +61,8 @@ def says_nothing_new(key: str, values: Mapping[str, float]) -> bool:
 @functools.cache
 def _known() -> tuple[dict[str, str], list[tuple[re.Pattern, list[str], str]]]:
   """Returns titles of keys without placeholders, and (pattern, placeholders, title) of the others."""
-  table = _table('titles.toml')
   exact, patterns = {}, []
-  for key, text in table.items():
+  for key, text in _table('titles.toml').items():
     if places := _PLACE.findall(key):
       pattern = _PLACE.sub(lambda match: _PLACES[match[0]], re.escape(key))
       patterns.append((re.compile(pattern), places, text))

@@ -119,8 +119,7 @@ def changes(raw: dict) -> dict[str, dict]:
   """Returns {stage: {field: value}} of the fields that are not at their defaults."""
   out = {}
   for name, config in parse(raw).items():
-    changed = difference(Config(), config)
-    out[name] = {key: value for key, (_, value) in changed.items() if key != 'stages'}
+    out[name] = {key: value for key, (_, value) in difference(Config(), config).items() if key != 'stages'}
   return out
 
 

@@ -76,9 +76,9 @@ def finished_steps(folder: epath.PathLike) -> list[int]:
 def is_finished(workdir: epath.Path, configs: dict) -> bool:
   """Returns whether the last stage has its final checkpoint, its export and the run's summary; needs no device."""
   name, config = list(configs.items())[-1]
-  steps = finished_steps(workdir / 'checkpoints' / name)
+  saved_steps = finished_steps(workdir / 'checkpoints' / name)
   exported = not config.save.export or (workdir / 'export').exists()
-  return bool(steps) and steps[0] >= config.train.steps and exported and (workdir / 'summary.json').exists()
+  return bool(saved_steps) and saved_steps[0] >= config.train.steps and exported and (workdir / 'summary.json').exists()
 
 
 def split_run(text: str) -> tuple[str, str]:

@@ -261,7 +261,8 @@ class Worker:
   def take_printed(self) -> tuple[str, int]:
     """Returns (end of the text, number of bytes) printed since the last call."""
     printed = self.printed_text(), self.printed
-    self._tail, self.printed = b'', 0
+    self._tail = b''
+    self.printed = 0
     return printed
 
   def finish(self) -> None:
