@@ -351,6 +351,24 @@ def positional(tree):
       yield f'{file}:{node.lineno}: {called(node)} gets {len(node.args)} by position; name the sixth and on'
 
 
+def repeated(tree):
+  """No text, list or tuple is repeated as often as a condition is true; `a if condition else b` says what is meant."""
+  for file, node in tree.nodes(ast.BinOp):
+    if isinstance(node.op, ast.Mult):
+      for value, times in ((node.left, node.right), (node.right, node.left)):
+        is_condition = isinstance(times, (ast.Compare, ast.BoolOp)) or called_bool(times)
+        is_condition |= isinstance(times, ast.UnaryOp) and isinstance(times.op, ast.Not)
+        is_sequence = isinstance(value, (ast.List, ast.Tuple, ast.JoinedStr))
+        is_sequence |= isinstance(value, ast.Constant) and isinstance(value.value, str)
+        if is_condition and (is_sequence or called_bool(times)):
+          yield f'{file}:{node.lineno}: {ast.unparse(node)[:60]} repeats by a condition; write a conditional expression'
+
+
+def called_bool(node):
+  """Returns whether an expression is a call of `bool`."""
+  return isinstance(node, ast.Call) and called(node) == 'bool'
+
+
 def public_functions(node):
   """Yields the public functions and methods of a module or class."""
   for child in node.body:
@@ -382,6 +400,7 @@ RULES = {
   forwarded_kwargs: ('jaxpost/stage/prepare.py', 'def f(**kw):\n  return f(**kw)\n'),
   typed: ('jaxpost/data/packing.py', 'def f(x):\n  return x\n'),
   positional: ('jaxpost/stage/optim.py', 'def f(*x):\n  return f(1, 2, 3, 4, 5, 6)\n'),
+  repeated: ('jaxpost/stage/optim.py', 'def f(n):\n  return "s" * (n > 1)\n'),
   inheritance: ('jaxpost/stage/optim.py', 'class A: pass\nclass B(A): pass\nclass C(B): pass\n'),
 }
 

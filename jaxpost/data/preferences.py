@@ -322,12 +322,13 @@ def _join(sides: list[_Side], share_prompt: bool) -> Example:
   sizes = [len(side.tokens) - start for side in sides]
   numbers = np.repeat(np.arange(len(sides) + 1, dtype=np.int32), [start, *sizes])
   scored = joined([side.scored for side in sides])
+  branch_ids = numbers if common else np.zeros_like(numbers)
   return Example(
     tokens=joined([side.tokens for side in sides]),
     loss_mask=joined([side.loss for side in sides]),
     positions=joined([np.arange(len(side.tokens), dtype=np.int32) for side in sides]),
     segment_ids=None if common else numbers,
-    branch_ids=numbers * bool(common) if branches else None,
+    branch_ids=branch_ids if branches else None,
     sequence_ids=np.where(scored, numbers, 0).astype(np.int32),
     arrays={name: joined([side.arrays[name] for side in sides]) for name in sides[0].arrays},
   )

@@ -57,7 +57,8 @@ class LatentConfig(ModelConfig):
 
   @property
   def cached(self) -> tuple[int, tuple[int, ...]]:
-    return 1, (self.kv_rank + self.rope_dim, *(self.index_dim,) * bool(self.index_topk))
+    indexer_sizes = (self.index_dim,) if self.index_topk else ()
+    return 1, (self.kv_rank + self.rope_dim, *indexer_sizes)
 
   @property
   def layer_widths(self) -> tuple[int, ...]:

@@ -271,7 +271,8 @@ class MetricsWriter:
 
   def _say_resumed(self, step: int, dropped: int) -> None:
     """Prints that the stage resumes, and adds it to resumes.jsonl."""
-    self._board.line(f'{self._stage} resumes after step {step}' + f', and drops {dropped} later rows' * bool(dropped))
+    later = f', and drops {dropped} later rows' if dropped else ''
+    self._board.line(f'{self._stage} resumes after step {step}{later}')
     resumed = {'stage': self._stage, 'step': step, 'rows_dropped': dropped}
     object_store.add_line(self.workdir / 'resumes.jsonl', json.dumps(resumed))
 

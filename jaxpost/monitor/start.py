@@ -100,12 +100,14 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
   processes = f' on {facts["processes"]} processes' if facts['processes'] > 1 else ''
   out = [f'devices: {facts["devices"]} x {facts["device_kind"]}{processes}']
   for name, stage in facts['stages'].items():
-    text = f'{name}: {stage["steps"]} step{"s" * (stage["steps"] != 1)} of {stage["batch"]}, {stage["rows"]:,} rows'
-    text += ' (less than a batch, which repeats them)' * (stage['epochs'] > stage['steps'])
+    noun = 'step' if stage['steps'] == 1 else 'steps'
+    text = f'{name}: {stage["steps"]} {noun} of {stage["batch"]}, {stage["rows"]:,} rows'
+    text += ' (less than a batch, which repeats them)' if stage['epochs'] > stage['steps'] else ''
     if stage['tokens_per_epoch']:
       text += f', about {short_number(stage["tokens_per_epoch"])} tokens an epoch'
     if stage['epochs']:
-      text += f', {short_number(stage["epochs"])} epochs' + ' (config.train.epochs sets it)' * (stage['epochs'] > 100)
+      text += f', {short_number(stage["epochs"])} epochs'
+      text += ' (config.train.epochs sets it)' if stage['epochs'] > 100 else ''
     out += [text] + [f'{name}: {note}' for note in stage.get('notes', ())]
   return out
 

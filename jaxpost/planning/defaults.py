@@ -58,7 +58,7 @@ class Room:
     elif varied.config.rollout.offload and p.inputs.algorithm.on_policy:
       # A reward model and teachers are not offloaded.
       resident_roles = p.inputs.sources.keys() - {'policy', 'critic', 'reference'}
-      not_on_sampler = ('optimizer', 'critic') + ('frozen',) * (not resident_roles)
+      not_on_sampler = ('optimizer', 'critic') if resident_roles else ('optimizer', 'critic', 'frozen')
     updating, sampling = self.scale
     return Needs(
       updating=updating * sum(estimate.updating.values()),

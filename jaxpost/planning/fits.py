@@ -170,7 +170,9 @@ def command(cell: Cell, model: str) -> str:
   fields = [f'--config.{key}={value}' for key, value in cell.settings.items()]
   words = [f'--config=configs/{recipe}.py:model={model}{arguments}', *fields, '--workdir=runs/fits']
   largest = _HOST // 2 if cell.machine.name == 'v5p' else _HOST
-  return shlex.join(['python', '-m', 'launch.train', *words, *['--distributed'] * (cell.machine.chips > largest)])
+  if cell.machine.chips > largest:
+    words.append('--distributed')
+  return shlex.join(['python', '-m', 'launch.train', *words])
 
 
 def text(cell: Cell) -> str:
@@ -183,7 +185,9 @@ def text(cell: Cell) -> str:
 def table(rows: Sequence[Cell], priced: Mapping[str, float], title: str) -> rich.table.Table:
   """Returns the cells as a table for the console; a price adds the column of cost."""
   columns = ['method', 'device', 'fits', 'GiB', 'of', 'tokens/s', 'mesh', 'rows at a time']
-  out = console_table(title, columns + ['USD per million tokens'] * bool(priced), left=('method', 'device', 'mesh'))
+  if priced:
+    columns.append('USD per million tokens')
+  out = console_table(title, columns, left=('method', 'device', 'mesh'))
   for cell in rows:
     usd = f'{cell.dollars(priced[cell.device]):.3g}' if cell.device in priced and cell.fits else ''
     out.add_row(
@@ -195,7 +199,7 @@ def table(rows: Sequence[Cell], priced: Mapping[str, float], title: str) -> rich
       short_number(cell.estimate.tokens_per_s) if cell.fits else '',
       ' '.join(f'{k}={v}' for k, v in cell.settings.items() if k.startswith('mesh')) if cell.fits else '',
       str(cell.settings['train.micro_batch_size']) if cell.fits else '',
-      *[usd] * bool(priced),
+      *([usd] if priced else ()),
     )
   return out
 

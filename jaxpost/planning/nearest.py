@@ -171,7 +171,8 @@ def _same(p: PreparedStage, limits: Room) -> Iterator[dict[str, Any]]:
   for sampler in tensors if samples else tensors[:1]:
     for tensor in tensors:
       rollout = {'mesh.rollout': f'data=-1,tensor={sampler}'} if sampler > 1 else {}
-      yield _OPEN | {'mesh.train': 'fsdp=-1' + f',tensor={tensor}' * (tensor > 1)} | rollout
+      train = f'fsdp=-1,tensor={tensor}' if tensor > 1 else 'fsdp=-1'
+      yield _OPEN | {'mesh.train': train} | rollout
 
 
 def _smaller(p: PreparedStage) -> Iterator[Proposal]:
@@ -197,7 +198,7 @@ def _wider(p: PreparedStage, limits: Room) -> Iterator[Proposal]:
   samples = checks.samples(p.config, p.inputs.algorithm)
   for times in (2**i for i in range(1, _MORE_DEVICES + 1)):
     for tensor in meshes.tensors(p.inputs, limits.machine.devices * times):
-      split = f',tensor={tensor}' * (tensor > 1)
+      split = f',tensor={tensor}' if tensor > 1 else ''
       rollout = {'mesh.rollout': f'data=-1{split}'} if samples and split else {}
       yield Proposal({'mesh.train': 'fsdp=-1'} | rollout, times)
       yield Proposal({'mesh.train': f'fsdp=-1{split}'} | rollout, times)

@@ -278,7 +278,8 @@ def as_yaml(
   lines = [f'# From {source} of {library}: {len(mapped)} of {len(settings)} settings. Definitions may differ:']
   lines += [f'# docs/{page}.md says how.', yaml.safe_dump(config, sort_keys=False).rstrip(), '', '# Mapped:']
   lines += [f'#   {s.name} -> {", ".join(s.fields)}' for s in mapped]
-  lines += [f'# Not in the file, defaults of {library} that differ from ours:'] * bool(defaults)
+  if defaults:
+    lines.append(f'# Not in the file, defaults of {library} that differ from ours:')
   lines += [f'#   {s.name} = {_one_line(s.value)} -> {", ".join(s.fields)}' for s in defaults]
   lines += ['# Not mapped:', *(f'#   {s.name} = {_one_line(s.value)}: {s.reason}' for s in settings if not s.fields)]
   return '\n'.join(lines) + '\n'

@@ -34,7 +34,7 @@ def show_stage(stage: PreparedStage, rows: int) -> list:
   parameters = transformer.num_params(inputs.model.config)
   passes = f'{short_number(config.train.steps / per_epoch)} epochs'
   passes += f' of {short_number(per_epoch)} steps' if per_epoch >= 1 else ''
-  data_line = f'data: {len(data_rows)} row{"s" * (len(data_rows) > 1)} of {config.data.path}'
+  data_line = f'data: {len(data_rows)} row{"s" if len(data_rows) > 1 else ""} of {config.data.path}'
   if data_rows.dropped:
     data_line += f', {data_rows.dropped} more dropped by config.data.map'
   out = [
@@ -113,7 +113,8 @@ def _show_rewards(inputs: Inputs) -> list:
       name, place = spec, config.reward_model.path
     else:
       name, place = next(names), builtin.locate(spec) if isinstance(spec, str) else 'in this process'
-    out.append(f'reward: {name} ({place}), weight {weight:g}' + ', decides what is correct' * (name == correct_by))
+    decides = ', decides what is correct' if name == correct_by else ''
+    out.append(f'reward: {name} ({place}), weight {weight:g}{decides}')
   return out
 
 
