@@ -1,5 +1,7 @@
 """The game of configs/text_game.py with a reward for each move, for methods that learn from rewards of turns."""
 
+import functools
+
 from jaxpost.environments.examples import Treasure
 
 
@@ -8,16 +10,8 @@ class ScoredTreasure(Treasure):
 
   turn_reward = 0.0
 
+  @functools.wraps(Treasure.move)  # its docstring describes the tool to the model
   def move(self, direction: str) -> str:
-    """
-    Goes to the next room.
-
-    Args:
-      direction: Either left or right.
-
-    Returns:
-      What there is to see.
-    """
     before = abs(self.treasure - self.room)
     view = super().move(direction)
     self.turn_reward = 0.1 * (before - abs(self.treasure - self.room))
