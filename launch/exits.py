@@ -187,7 +187,7 @@ def _first_lower(text: str) -> str:
 
 
 def _unknown_flag(error: flags.UnrecognizedFlagError) -> str:
-  """Returns the message about an unknown flag, with the nearest one; for --confg.a.b it is --config.a.b."""
+  """Returns the message about an unknown flag; --config.a.b for --confg.a.b, and the field for a name of TRL."""
   head, dot, field = error.flagname.partition('.')
   if head in ('config', 'workdir') and {'processes', 'nodes'} & set(flags.FLAGS):  # launch.local, launch.submit
     return f'--{error.flagname}: is a flag of launch.train; write all of these after --, as in -- --config=FILE'
