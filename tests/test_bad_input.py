@@ -353,7 +353,7 @@ DATA = {
     'x.jsonl',
     lines('{"question": "a", "answer": "b"}'),
     dict(path='x.jsonl', columns='prompt=questoin,completion=answer'),
-    "x.jsonl:1: no column 'questoin'.*did you mean question",
+    "x.jsonl:1: no column 'questoin'; did you mean 'question'",
   ),
   'columns unreadable': (
     'x.jsonl',

@@ -261,7 +261,8 @@ def test_weights_of_messages_scale_a_pair(plain):
 MESSAGES = {'prompt': [USER], 'chosen': GOOD, 'rejected': BAD}
 TEXT = {'prompt': 'q', 'chosen': 'a', 'rejected': 'b'}
 BAD_PAIRS = [
-  ({'prompt': 'q'}, 'needs the column chosen; it has prompt'),
+  ({'prompt': 'q', 'rejected': 'b'}, r'needs the column chosen; it has prompt, rejected \(.*, chosen=...\)'),
+  ({'q': 'q'}, r'needs the columns chosen and rejected; it has q \(.*, chosen=...,rejected=...\)'),
   ({**TEXT, 'chosen': None}, 'chosen: is null'),
   ({**TEXT, 'rejected': 'a'}, 'rejected: equals chosen'),
   ({**TEXT, 'chosen': ' \n'}, 'chosen: is empty'),
@@ -320,7 +321,7 @@ def test_bad_unpaired_step_and_score_rows_are_named(plain):
     (stepwise, {**steps, 'labels': ['x']}, r"labels\[0\]: 'x' is no number"),
     (stepwise, {**steps, 'completions': [' ']}, r'completions\[0\]: is empty'),
     (stepwise, {**steps, 'completions': 'a'}, 'completions: must be a list'),
-    (stepwise, {'prompt': 'q'}, 'needs the column completions'),
+    (stepwise, {'prompt': 'q'}, 'needs the columns completions and labels'),
     (scored, {**score, 'score': '1'}, "score: '1' is no number"),
     (scored, {'prompt': 'q', 'completion': 'a'}, 'needs the column score'),
   ]:

@@ -285,7 +285,7 @@ def test_columns_option_renames_and_keeps_columns():
     'answer': 'a',
     'level': 1,
   }
-  with pytest.raises(InputError, match=(r"x\[0\]: no column 'questoin'; it has question, answer, level \(did")):
+  with pytest.raises(InputError, match=(r"x\[0\]: no column 'questoin'; did you mean 'question'\? it has que")):
     read('prompt=questoin')
   for bad_columns in ('prompt', 'prompt=', 'a=b,a=c'):
     with pytest.raises(InputError, match='^columns: '):

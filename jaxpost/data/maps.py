@@ -4,14 +4,13 @@ Each function takes a row (dict) and returns one, or None to drop it. A row that
 returned as it is, so that a recipe also works with other data.
 """
 
-import difflib
 import re
 from collections.abc import Callable
 from typing import Any
 
 from jaxpost import imports
 from jaxpost.data import messages
-from jaxpost.errors import InputError, type_of
+from jaxpost.errors import InputError, did_you_mean, type_of
 
 Row = dict[str, Any]
 
@@ -53,11 +52,8 @@ def rename(columns: str) -> Callable[[Row, str], Row]:
   def renamed(row: Row, where: str) -> Row:
     for source in renames.values():
       if source not in row:
-        near = difflib.get_close_matches(source, map(str, row), 1)
-        raise InputError(
-          f'{where}: no column {source!r}; it has {messages.columns_of(row)}'
-          + (f' (did you mean {near[0]}?)' if near else '')
-        )
+        near = did_you_mean(source, map(str, row))
+        raise InputError(f'{where}: no column {source!r}; {near}it has {messages.columns_of(row)}')
     kept = {k: v for k, v in row.items() if k not in renames.values()}
     return kept | {target: row[source] for target, source in renames.items()}
 

@@ -259,12 +259,12 @@ def _not_empty(answer: Answer, where: str) -> None:
 
 
 def _needs(row: Row, columns: Sequence[str], where: str) -> None:
+  if missing := [column for column in columns if column not in row]:
+    raise InputError(
+      f'{where}: needs the {"columns" if missing[1:] else "column"} {" and ".join(missing)}; it has '
+      f'{messages_lib.columns_of(row)} (rename with config.data.columns, {"=...,".join(missing)}=...)'
+    )
   for column in columns:
-    if column not in row:
-      raise InputError(
-        f'{where}: needs the column {column}; it has {messages_lib.columns_of(row)} (rename with config.data.columns, '
-        f'{column}=...)'
-      )
     if row[column] is None:
       raise InputError(f'{where}: {column}: is null')
 
