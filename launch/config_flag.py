@@ -338,7 +338,8 @@ def _check_file(name: str):
   files = {f.name: f for place in (pathlib.Path('configs'), folder) if place.is_dir() for f in _configs(place)}
   file_name = path.name if path.suffix in ('.py', *YAML_SUFFIXES) else f'{path.name}.py'
   near = difflib.get_close_matches(file_name, files, 1)
-  hint = f'did you mean {files[near[0]]}?' if near else f'{folder} has {", ".join(sorted(files)[:8]) or "no config"}'
+  nearest = ', '.join(str(files[name]) for name in difflib.get_close_matches(file_name, files, 3, 0))
+  hint = f'did you mean {files[near[0]]}?' if near else f'the nearest configs are {nearest or "none"}'
   if not folder.is_dir():
     hint = f'nor is there a folder {folder}' + (f'; {hint}' if near else '')
   raise InputError(f'--config: {name}: no such file; {hint}')

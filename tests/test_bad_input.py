@@ -336,7 +336,7 @@ DATA = {
     'notebooks.jsonl',
     lines(GOOD),
     dict(path='nope.jsonl'),
-    'nope.jsonl: no such file; .* has .*notebooks.jsonl',
+    'nope.jsonl: no such file; the nearest names in . are notebooks.jsonl',
   ),
   'missing folder': (
     'train.jsonl',

@@ -283,6 +283,7 @@ WRONG = {
   'unknown': (('configs/quickstart.py', '--config.lr=1'), 'config.optim.lr'),
   'file': (('configs/quickstrat.py',), 'configs/quickstrat.py: no such file; did you mean configs/quickstart.py?'),
   'name': (('quickstart',), 'quickstart: no such file; did you mean configs/quickstart.py?'),
+  'far': (('zzz.py',), 'zzz.py: no such file; the nearest configs are configs/'),
   'folder': (('configs',), 'configs is a folder'),
 }
 FLAGS = {'inspect': (), 'train': ('--workdir=/nowhere/x',), 'plan': ('--topology=cpu',), 'evaluate': ('--model=x',)}

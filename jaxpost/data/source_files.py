@@ -163,12 +163,12 @@ def _missing(local: epath.Path, path: str) -> InputError:
   folder = local.parent
   if not folder.is_dir():
     return InputError(f'{path}: no such file, nor is there a folder {folder}')
-  names = [f.name for f in folder.iterdir()]
-  stems = {name.partition('.')[0]: name for name in sorted(names)}  # a common suffix would make all names similar
-  near = [stems[stem] for stem in difflib.get_close_matches(local.name.partition('.')[0], stems, 1)]
-  hint = f'{folder} has {", ".join(sorted(names)[:8]) or "nothing"}'
-  if near:
-    hint = f'did you mean {folder / near[0]}?'
+  names = {file.name.partition('.')[0]: file.name for file in sorted(folder.iterdir())}  # by stems: suffixes are alike
+  stem = local.name.partition('.')[0]
+  nearest = [names[near] for near in difflib.get_close_matches(stem, names, 3, 0)]
+  hint = f'the nearest names in {folder} are {", ".join(nearest)}' if nearest else f'{folder} is empty'
+  if difflib.get_close_matches(stem, names, 1):
+    hint = f'did you mean {folder / nearest[0]}?'
   return InputError(f'{path}: no such file; {hint}')
 
 
