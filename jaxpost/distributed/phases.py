@@ -127,8 +127,8 @@ def parse_mesh(text: str, num_devices: int, key: str) -> dict[str, int]:
   fixed = math.prod(size for size in sizes.values() if size != -1)
   if num_devices % fixed or (not free and fixed != num_devices):
     raise InputError(
-      f'{key}: {text!r} does not fit {num_devices} device(s); sizes must '
-      f'multiply to {num_devices}, and one of them may be -1'
+      f'{key}: {text!r} does not fit {num_devices} device(s); sizes must multiply to {num_devices}, '
+      "and one of them may be -1: 'fsdp=-1' fits any number of devices"
     )
   if free:
     sizes[free[0]] = num_devices // fixed
