@@ -443,6 +443,12 @@ def test_evaluate_refuses_losses_that_need_another_model(algorithm, role, folder
     inference.evaluate(None, config)
 
 
+def test_evaluate_without_held_out_data_names_the_flags_that_give_it(folder):
+  (config,) = config_lib.parse(tiny.run_config(str(folder))).values()
+  with pytest.raises(InputError, match='nothing to evaluate.* --data=FILE, .* --reward=NAME .*--suite=NAME'):
+    inference.evaluate(None, config)
+
+
 def test_output_file_of_changed_weights_in_the_same_folder_is_refused(folder, source, tmp_path):
   copied = shutil.copytree(folder, tmp_path / 'model')
 

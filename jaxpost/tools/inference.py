@@ -291,7 +291,10 @@ def evaluate_as(
 def evaluate(weights: Weights, config: config_lib.Config, mesh: str = 'data=-1') -> dict[str, Any]:
   """Returns the metrics of the evaluation that training with `config` would do."""
   if not config.eval.data.path:
-    raise InputError('config.eval.data.path: is empty, so there is nothing to evaluate; name held-out data')
+    raise InputError(
+      'config.eval.data.path: is empty, so there is nothing to evaluate; name held-out rows with --data=FILE, or '
+      'prompts with --data=FILE --reward=NAME (or --suite=NAME)'
+    )
   algorithm = algorithms.load_algorithm(config.algorithm)
   config = config_lib.resolve(config, algorithm.defaults)
   samples = config.eval.samples
