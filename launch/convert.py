@@ -44,9 +44,10 @@ def main(argv):
   named = any('algorithm' in setting.fields for setting in settings) or config['algorithm'] != 'grpo'
   if not _ALGORITHM.value and not named:
     print(f'{argv[2]} names no method, so this is a config of grpo; --algorithm chooses another', file=sys.stderr)
+  mapped = sum(bool(setting.fields) for setting in settings)
   missing = [setting.name for setting in settings if not setting.fields and setting.reason != convert.NOT_NEEDED]
-  counts = f'{sum(bool(setting.fields) for setting in settings)} of {len(settings)} settings mapped'
-  print(f'{counts}; not mapped: {", ".join(missing) or "none"}', file=sys.stderr)
+  counts = f'{len(settings)} settings: {mapped} mapped, {len(settings) - mapped - len(missing)} not needed here'
+  print(f'{counts}, {len(missing)} not mapped: {", ".join(missing) or "none"}', file=sys.stderr)
 
 
 if __name__ == '__main__':

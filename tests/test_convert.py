@@ -2,6 +2,7 @@
 
 import json
 import operator
+import re
 import subprocess
 import sys
 
@@ -213,6 +214,9 @@ def test_convert_command_writes_a_config_and_lists_unmapped_settings(tmp_path):
     [*command, 'tunix', tmp_path / name, f'--out={out}'], cwd=CLONE, text=True, capture_output=True
   )
   assert result.returncode == 0 and 'rollout_engine' in result.stderr.split('not mapped: ')[1], result.stderr
+  counted = re.search(r'(\d+) settings: (\d+) mapped, (\d+) not needed here, (\d+) not mapped: ', result.stderr)
+  total, *parts = map(int, counted.groups())
+  assert total == sum(parts) and parts[2] == len(result.stderr.split('not mapped: ')[1].split(', '))
   assert 'names no method, so this is a config of grpo' in result.stderr
   assert yaml.safe_load(out.read_text())['rollout']['max_new_tokens'] == 768
   result = subprocess.run([*command, 'verl', tmp_path / name], cwd=CLONE, text=True, capture_output=True)
