@@ -58,6 +58,14 @@ RULES = (
     patience=1,
     every=50,
   ),
+  # The mean log-prob of a token doubles as well, since the answers keep their lengths. In a healthy run it falls by a
+  # tenth or so. With a reward, the answers are samples, which may grow.
+  Rule(
+    'chosen',
+    lambda s: not s['has_reward'] and s['logps/chosen'] < 2 * min(s['start/logps/chosen'], -1),
+    'logps/chosen fell from {start/logps/chosen:.4g} to {logps/chosen:.4g}: chosen answers become less likely, too; '
+    'lower config.optim.lr, raise config.preference.beta, or set config.preference.nll_coef (not for kto)',
+  ),
   # Without a reward, entropy falls because the model learns its data.
   Rule(
     'entropy',
@@ -172,7 +180,7 @@ class Alerts:
 
   def _signals(self, stage: str, row: Mapping[str, Any]) -> Signals:
     signals = Signals({key: value for key, value in row.items() if value is not None})
-    for key in ('entropy', 'completions/mean_length'):
+    for key in ('entropy', 'completions/mean_length', 'logps/chosen'):
       signals[f'start/{key}'] = self._level(stage, key, signals[key])
     self._failed[stage] += signals.get('failed_groups', 0)
     signals['all_failed'] = self._failed[stage]
