@@ -275,7 +275,7 @@ def test_pipe_gets_plain_lines(tmp_path):
           'other': 3.0,
         },
       )
-    writer.write(25, 'eval', {'completions/clipped_ratio': 0.5, 'pass@1': 0.75, '[red]odd': 2.0})
+    writer.write(25, 'eval', {'completions/clipped_ratio': 0.5, 'pass@1': 0.75, 'sampler_kl/k1': 0.001, '[red]odd': 2.0})
     writer.write(
       25,
       'eval',
@@ -288,8 +288,39 @@ def test_pipe_gets_plain_lines(tmp_path):
   assert re.fullmatch(r'grpo 11/25 .* left \d:\d\d:\d\d', lines[1])
   assert [s.split('/')[0] for s in lines[:4]] == ['grpo 1', 'grpo 11', 'grpo 21', 'grpo 25']
   assert lines[4:] == [
-    'grpo 25 eval  pass@1 0.75  Cut completions 0.5  [red]odd 2',
-    'grpo 25 eval  reward 0.5  pass@1 0.75  Pass@1 by b 0.5  Reward b 0.25',  # `a` is in reward and pass@1
+    'grpo 25 eval  pass@1 0.75  cut completions 0.5  KL of the sampler (k1) 0.001  [red]odd 2',
+    'grpo 25 eval  reward 0.5  pass@1 0.75  pass@1 by b 0.5  reward b 0.25',  # `a` is in reward and pass@1
+  ]
+
+
+def test_step_lines_show_the_log_probs_of_pairs_and_failing_tool_calls(tmp_path):
+  writer, out = make_writer(tmp_path, print_every=1)
+  with writer:
+    writer.start_stage('dpo', 3)
+    writer.write(1, 'train', {'rewards/accuracies': 1.0, 'logps/chosen': -12.5, 'logps/rejected': -40.0})
+    writer.write(2, 'train', {'reward': 0.5, 'tools/failure_frequency': 0.25, 'tools/malformed': 3})
+    writer.write(3, 'train', {'reward': 0.5, 'tools/failure_frequency': 0.0, 'tools/malformed': 0})
+  lines = [re.sub('  left .*', '', line) for line in out.getvalue().splitlines()]
+  assert lines == [
+    'dpo 1/3  acc 1  logp chosen -12.5  logp rejected -40',
+    'dpo 2/3  reward 0.5  failed calls 0.25  unreadable calls 3',
+    'dpo 3/3  reward 0.5',
+  ]
+
+
+def test_a_step_line_has_the_speed_since_the_line_before(tmp_path):
+  """A step that is slow, as after a save, does not make the run look slow."""
+  writer, out = make_writer(tmp_path, print_every=10)
+  with writer:
+    writer.start_stage('sft', 21)
+    for step in range(1, 22):
+      seconds = 2.8 if step == 11 else 0.1 if step <= 20 else 0.2
+      writer.write(step, 'train', {'tokens': 740, 'tokens_per_s': 740 / seconds, 'time/step': seconds})
+  speeds = [line.split('  ')[1:3] for line in out.getvalue().splitlines()]
+  assert speeds == [
+    ['tok/s 7400', 's/step 0.1'],
+    ['tok/s 2000', 's/step 0.37'],
+    ['tok/s 6727', 's/step 0.11'],
   ]
 
 
@@ -356,6 +387,20 @@ def test_unhealthy_metrics_raise_one_counted_alert(kind, sick, steps):
   assert alerts_of(healthy + [sick] * (steps - 1) + healthy) == {}
   # There is one alert, which counts all steps.
   assert alerts_of(healthy + [sick] * (steps + 2)) == {kind: (8 + steps, 3)}
+
+
+def test_chosen_answers_that_become_less_likely_raise_one_alert():
+  """The mean log-prob has to double for ten steps; answers of a run with rewards are its own, and may grow."""
+  start, healthy, sick, steep = ({'logps/chosen': x, 'rewards/accuracies': 1.0} for x in (-200, -320, -410, -900))
+  rows = [start] * 5 + [healthy] * 40
+  assert alerts_of(rows + [steep] * 9 + [healthy], 'dpo') == {}
+  assert alerts_of(rows + [sick] * 12, 'dpo') == {'chosen': (55, 3)}
+  assert alerts_of([row | {'reward': 0.5} for row in rows + [sick] * 12], 'online_dpo') == {}
+  assert alerts_of([{'logps/chosen': -0.2}] * 5 + [{'logps/chosen': -1.5}] * 20, 'dpo') == {}
+  alerts = Alerts()
+  (text,) = [text for step, row in enumerate(rows + [sick] * 12, 1) for text in alerts.check('dpo', step, row)]
+  assert text.startswith('logps/chosen fell from -200 to -410: ')
+  assert all(f'config.{field}' in text for field in ('optim.lr', 'preference.beta', 'preference.nll_coef'))
 
 
 def test_a_mismatch_names_both_of_its_causes():

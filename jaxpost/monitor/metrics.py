@@ -34,10 +34,14 @@ SHOWN = {
   'pass@1': 'pass@1',
   'rewards/accuracies': 'acc',
   'rewards/margins': 'margin',
+  'logps/chosen': 'logp chosen',
+  'logps/rejected': 'logp rejected',
   'mean_token_accuracy': 'acc',
   'kl': 'kl',
   'entropy': 'ent',
   'completions/mean_length': 'len',
+  'tools/failure_frequency': 'failed calls',
+  'tools/malformed': 'unreadable calls',
   'tokens_per_s': 'tok/s',
   'time/step': 's/step',
 }
@@ -103,6 +107,12 @@ def short_number(x: float | None, small_digits: int = 2) -> str:
   return f'{x:.{4 if x == 0 or abs(x) >= 1e-3 else small_digits}g}'
 
 
+def _text(values: Mapping[str, Any], names: Mapping[str, str] = SHOWN) -> str:
+  """Returns the values that have a name, as text; of failed calls, only if there are any."""
+  shown = [key for key in names if key in values and (values[key] or not key.startswith('tools/'))]
+  return '  '.join(f'{names[key]} {short_number(values[key])}' for key in shown)
+
+
 class _Board:
   """The console: a bar per stage on a terminal, plain lines elsewhere."""
 
@@ -124,6 +134,7 @@ class _Board:
   def start(self, stage: str, total: int, done: int) -> None:
     self._stage, self._total, self._next, self._due = stage, total, 0, 0.0
     self._first_row: tuple[float, int] | None = None  # its time and step
+    self._unprinted: list[Mapping[str, Any]] = []  # rows since the last line
     if self._bar is not None:
       self._bar.start()
       self._task = self._bar.add_task(stage, total=total, completed=done, eta='', shown='')
@@ -136,20 +147,27 @@ class _Board:
     return '' if step in (first, self._total) else f'left {remaining}'
 
   def row(self, step: int, split: str, values: Mapping[str, Any]) -> None:
-    names = SHOWN
     if split != 'train':
       from jaxpost.monitor import display
 
       others = [k for k in values if not is_clock_key(k) and k not in SHOWN and not display.says_nothing_new(k, values)]
-      names = SHOWN | {k: display.title(k) for k in others}
-    shown = '  '.join(f'{name} {short_number(values[key])}' for key, name in names.items() if key in values)
-    if split != 'train':
-      self.line(f'{self._stage} {step} {split}  {shown}', 'bold')
-    elif self._bar is not None:
-      self._bar.update(self._task, completed=step, eta=self._eta(step), shown=shown)
-    elif step >= min(self._next, self._total) or time.monotonic() + values.get('time/step', 0) > self._due:
+      names = SHOWN | {k: display.label(k) for k in others}
+      self.line(f'{self._stage} {step} {split}  {_text(values, names)}', 'bold')
+      return
+    if self._bar is not None:
+      self._bar.update(self._task, completed=step, eta=self._eta(step), shown=_text(values))
+      return
+    self._unprinted.append(values)
+    if step >= min(self._next, self._total) or time.monotonic() + values.get('time/step', 0) > self._due:
       self._next, self._due = step + self._every, time.monotonic() + 4.5  # or a row would come too late
+      shown = _text({**values, **self._speed()})
       self.line(f'{self._stage} {step}/{self._total}  {shown}  {self._eta(step)}'.rstrip())
+
+  def _speed(self) -> dict[str, float]:
+    """Returns the speed of the steps since the last line."""
+    tokens, seconds = (sum(row.get(key, 0) for row in self._unprinted) for key in ('tokens', 'time/step'))
+    steps, self._unprinted = len(self._unprinted), []
+    return {'tokens_per_s': tokens / seconds, 'time/step': seconds / steps} if seconds else {}
 
   def line(self, text: str, style: str | None = None) -> None:
     self._console.out(text, style=style, highlight=False)
