@@ -275,7 +275,8 @@ def test_pipe_gets_plain_lines(tmp_path):
           'other': 3.0,
         },
       )
-    writer.write(25, 'eval', {'completions/clipped_ratio': 0.5, 'pass@1': 0.75, 'sampler_kl/k1': 0.001, '[red]odd': 2.0})
+    evaluated = {'completions/clipped_ratio': 0.5, 'pass@1': 0.75, 'sampler_kl/k1': 0.001, '[red]odd': 2.0}
+    writer.write(25, 'eval', evaluated)
     writer.write(
       25,
       'eval',
