@@ -76,6 +76,20 @@ TOOL_TEMPLATE = (
 )
 
 
+def test_a_template_that_ignores_tools_is_warned_of_once(caplog):
+  """The warning names the tokenizer and the fix, and is not given for a template that reads tools."""
+  tokenizer_lib._warn_of_tools.cache_clear()
+  chat, row = [{'role': 'user', 'content': 'hi'}], {'tools': [{'name': 'look'}]}
+  tokenizer = tokenizer_lib.load('bytes')
+  tokenizer.render_chat(chat)
+  tokenizer_lib.load('bytes', TOOL_TEMPLATE).render_chat(chat, row=row)
+  assert not caplog.messages
+  for _ in range(2):
+    tokenizer.render_chat(chat, row=row)
+  (text,) = caplog.messages
+  assert text.startswith('the chat template of bytes does not read `tools`') and 'config.data.chat_template' in text
+
+
 @pytest.mark.parametrize('folder', [False, True])
 def test_rows_with_tools_use_the_tool_use_template(tmp_path, folder):
   """As in transformers, for a list of templates in tokenizer_config.json and for a folder of template files."""

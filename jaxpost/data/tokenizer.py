@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
 import pathlib
 import re
@@ -151,6 +152,8 @@ class Tokenizer:
         f'{where}: messages need a chat template and {self.source} has none; use an instruct tokenizer, or set '
         f'config.data.chat_template to a .jinja file or one of {", ".join(sorted(_named_templates()))}'
       )
+    if tools and not _reads(template, 'tools'):
+      _warn_of_tools(self.source)
     # A fixed date, as templates that print today's date would change the run each day.
     variables = {**_SWITCHES, 'date_string': '26 Jul 2024', **self.hf.special_tokens_map, **self.template_kwargs}
     variables |= messages_lib.template_kwargs_of(row or {}, where)
@@ -277,6 +280,15 @@ def _named_templates() -> dict[str, pathlib.Path]:
 
 def _reads(templates: str, name: str) -> bool:
   return re.search(rf'\b{re.escape(name)}\b', templates) is not None
+
+
+@functools.cache  # once for each tokenizer
+def _warn_of_tools(source: str) -> None:
+  logging.warning(
+    'the chat template of %s does not read `tools`, so the model is not shown the tools that it has: set '
+    'config.data.chat_template to a .jinja file that lists them, or describe them in config.data.system_prompt',
+    source,
+  )
 
 
 def _folder(path: str | pathlib.Path) -> pathlib.Path:
