@@ -318,11 +318,7 @@ def test_a_step_line_has_the_speed_since_the_line_before(tmp_path):
       seconds = 2.8 if step == 11 else 0.1 if step <= 20 else 0.2
       writer.write(step, 'train', {'tokens': 740, 'tokens_per_s': 740 / seconds, 'time/step': seconds})
   speeds = [line.split('  ')[1:3] for line in out.getvalue().splitlines()]
-  assert speeds == [
-    ['tok/s 7400', 's/step 0.1'],
-    ['tok/s 2000', 's/step 0.37'],
-    ['tok/s 6727', 's/step 0.11'],
-  ]
+  assert speeds == [['tok/s 7400', 's/step 0.1'], ['tok/s 2000', 's/step 0.37'], ['tok/s 6727', 's/step 0.11']]
 
 
 def test_terminal_gets_a_bar_that_closes_on_errors(tmp_path):
