@@ -12,12 +12,15 @@ the one that the run has kept, as it may on another machine or mesh.
 import json
 import logging
 import sys
+from collections.abc import Iterator
 
 import rich.console
 import rich.table
 from absl import flags
 
 from jaxpost.hardware import host
+
+from . import model_flags
 
 _RUN = flags.DEFINE_string('run', None, 'Folder of a run.')
 _STEP = flags.DEFINE_integer('step', None, 'Step of the sample, from 1.', lower_bound=1)
@@ -30,7 +33,16 @@ _COMPARISON = {
   True: 'identical to the sample that the run has kept',
   False: 'NOT the sample that the run has kept',
 }
-_FIGURES = ('reward', 'components', 'error', 'advantage', 'loss', 'loss_of_update', 'loss_share', 'finished', 'version')
+# Titles of the figures after the rewards, in order; those that a sample lacks are left out.
+_FIGURES = {
+  'error': 'Error of the reward',
+  'advantage': 'Advantage',
+  'loss': 'Loss of the sample',
+  'loss_of_update': 'Loss of its update',
+  'loss_share': 'Share of that loss',  # of absolute values, see `reproduce.losses`
+  'finished': 'Ended by itself',
+  'version': 'Step of the weights',
+}
 
 
 def show(sample: dict, console: rich.console.Console):
@@ -41,8 +53,23 @@ def show(sample: dict, console: rich.console.Console):
   for token, text, logprob, advantage, trained in zip(*columns):
     table.add_row(str(token), repr(text), f'{logprob:.6f}', f'{advantage:.4f}' if trained else '-')
   console.print(table)
-  for key in _FIGURES:
-    console.print(f'{key}: {sample[key]}', markup=False, highlight=False)
+  for title, value in figures(sample):
+    console.print(f'{title}: {value}', markup=False, highlight=False)
+
+
+def figures(sample: dict) -> Iterator[tuple[str, str]]:
+  """Yields (title, text) of the rewards of a sample, and of what the update learned from it."""
+  from jaxpost.monitor import display
+  from jaxpost.monitor.metrics import short_number
+
+  values = {'Reward': sample['reward']}
+  values |= {display.title(f'rewards/{name}/mean'): value for name, value in sample['components'].items()}
+  values |= {title: sample[key] for key, title in _FIGURES.items() if sample[key] is not None}
+  for title, value in values.items():
+    if isinstance(value, bool):
+      yield title, 'yes' if value else 'no'
+    else:
+      yield title, value if isinstance(value, str) else short_number(value)
 
 
 def main(argv):
@@ -50,9 +77,10 @@ def main(argv):
   del argv
   logging.getLogger().setLevel(logging.WARNING)
   host.tune_host()
-  host.use_compile_cache()
-  import jaxpost
-  from jaxpost.tools import reproduce
+  with model_flags.starting():
+    host.use_compile_cache()
+    import jaxpost
+    from jaxpost.tools import reproduce
 
   sample = reproduce.reproduce(_RUN.value, _STEP.value, _ROW.value, _STAGE.value, jaxpost.choose_mesh)
   if _JSON.value:

@@ -1,6 +1,7 @@
 """`launch.reproduce` draws a sample of a run again; `train_on_rollouts` trains on the rollouts of another run."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -127,8 +128,11 @@ def test_reproduce_command_prints_sample_and_loss(run):
   )
   assert done.returncode == 0, done.stderr
   assert 'identical to the sample that the run has kept' in done.stderr
-  for word in ('log-prob', "components: {'low'", 'loss_share', 'advantage'):
-    assert word in done.stdout
+  titles = ('Reward', 'Reward low', 'Advantage', 'Loss of the sample', 'Share of that loss', 'Step of the weights')
+  for title in titles:
+    (value,) = re.findall(rf'^{title}: (\S+)$', done.stdout, re.MULTILINE)
+    assert re.fullmatch(r'-?[\d.]{1,7}(e-\d+)?', value), value
+  assert 'Ended by itself: ' in done.stdout and 'log-prob' in done.stdout
 
 
 @pytest.mark.parametrize(

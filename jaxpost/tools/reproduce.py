@@ -26,6 +26,7 @@ from jaxpost.stage import assemble, place, prepare
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps
 from jaxpost.tools import inference
+from jaxpost.tools.working import working
 
 if TYPE_CHECKING:
   from jaxpost.rl.controller import Controller
@@ -58,27 +59,38 @@ def reproduce(
   if not 1 <= step <= config.train.steps:
     raise InputError(f'--step: {step} is none of the {config.train.steps} steps of {name}')
   raw = json.loads((run / 'config.json').read_text())
-  prepared = prepare.prepare_all(raw)
+  with working('reading data and the headers of weights'):
+    prepared = prepare.prepare_all(raw)
   try:
     prepared = stages.with_meshes(prepared, choose_mesh)
     p = next(p for p in prepared if p.name == name)
     if not p.inputs.algorithm.on_policy:
       raise InputError(f'{run}: {name} ({config.algorithm}) samples nothing; name another --stage')
     placed = place.place_stage(p)
-    roles, stream, _ = assemble.make_parts(placed, stages.initial_params(placed, run), run)
-    restored_step = restore(run, name, step - 1, roles, stream)
-    for _ in range(restored_step, step - 1):
-      for role, batch in next(stream).updates:
-        roles.trainable[role].update(batch)
-    item = next(stream)
-    if not 0 <= row < len(item.credit.mask):
-      raise InputError(f'--row: {row} is none of the {len(item.credit.mask)} samples of a step')
-    return explain(placed, roles, stream, item, row) | dict(
-      stage=name, step=step, row=row, identical=compare(run, name, step, row, item)
-    )
+    placed.ledger.announce = working.compiling
+    with working('loading the newest checkpoint before the step'):
+      return _sample_again(placed, run, step, row)
   finally:
     for p in prepared:
       p.close()
+
+
+def _sample_again(placed: place.PlacedStage, run: epath.Path, step: int, row: int) -> dict[str, Any]:
+  """Returns `row` of a step, which is sampled after the steps since the newest checkpoint have been repeated."""
+  name = placed.name
+  roles, stream, _ = assemble.make_parts(placed, stages.initial_params(placed, run), run)
+  for repeated in range(restore(run, name, step - 1, roles, stream) + 1, step):
+    working.note(f'repeating step {repeated} before step {step}')
+    for role, batch in next(stream).updates:
+      roles.trainable[role].update(batch)
+  working.note(f'sampling step {step}')
+  item = next(stream)
+  if not 0 <= row < len(item.credit.mask):
+    raise InputError(f'--row: {row} is none of the {len(item.credit.mask)} samples of a step')
+  working.note('computing the losses of the step')
+  return explain(placed, roles, stream, item, row) | dict(
+    stage=name, step=step, row=row, identical=compare(run, name, step, row, item)
+  )
 
 
 def restore(run: epath.Path, name: str, most: int, roles: Roles, stream: Controller) -> int:
