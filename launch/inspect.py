@@ -5,9 +5,10 @@
   jaxpost inspect --config=my.py --config.data.path=train.jsonl
 
 For each stage: the first rows as the model sees them, with the rendered template,
-token ids, trained tokens in green and the others dim, then lengths and packing. For
-a stage that samples: the prompts, the columns that reward functions receive, and the
-reward functions, imported as they will be in training.
+token ids, trained tokens in green and the others dim, then lengths and packing; an
+output without colors has trained tokens between « and ». For a stage that samples:
+the prompts, the columns that reward functions receive, and the reward functions,
+imported as they will be in training.
 """
 
 import contextlib
@@ -28,7 +29,9 @@ def main(argv):
   del argv
   logging.getLogger().setLevel(logging.WARNING)
   import rich.console
+  import rich.text
 
+  from jaxpost.data import preview
   from jaxpost.monitor import activity
   from jaxpost.stage import prepare
   from jaxpost.tools import inference, preview_stage
@@ -44,7 +47,8 @@ def main(argv):
       shown = dict([inference.pick(shown, _STAGE.value, '--config')])
     for stage in shown.values():
       for part in preview_stage.show_stage(stage, _ROWS.value):
-        console.print(part)
+        is_marked = isinstance(part, rich.text.Text) and (console.no_color or not console.color_system)
+        console.print(preview.marked(part) if is_marked else part)
       console.print()
 
 

@@ -416,3 +416,7 @@ def test_preview_colors_the_answers(plain):
   assert styles(unpaired)['good<|im_end|>'] == 'green'
   assert styles(unpaired)['else<|im_end|>'] == 'yellow'
   assert 'label -1' in unpaired.plain
+  assert preview.marked(pair) == pair.plain.replace('good<|im_end|>', '«good<|im_end|>»').replace(
+    'bad<|im_end|>', '«bad<|im_end|>»'
+  )
+  assert '«good<|im_end|>»' in preview.marked(unpaired) and '‹else<|im_end|>›' in preview.marked(unpaired)

@@ -294,7 +294,8 @@ def test_inspect_shows_rows_prompts_and_rewards(call):
   assert code == 0
   sft, grpo = out.split('grpo: grpo, 120 steps')
   assert '631,872 parameters' in sft and '40 rows of' in sft
-  assert sft.count('<|im_start|>assistant\n') == 2
+  # Without colors, the trained answer is between marks.
+  assert sft.count('<|im_start|>assistant\n«') == sft.count('<|im_end|>»') == 2
   assert ' 2 trained' in sft and 'rows of 256' in sft and '257 117' in sft
   assert grpo.count('<|im_start|>assistant\n') == 2
   assert grpo.count("  answer = '") == 2 and 'prompts of 23 to 25' in grpo

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _MAX_TOKENS = 512  # shown of each example
 _STYLES = ('dim', 'green', 'red', 'yellow')
+_MARKS = {'green': '«»', 'red': '«»', 'yellow': '‹›'}  # of these styles, for consoles without colors
 
 
 def preview(examples: Sequence[Example], tokenizer: Tokenizer, row_length: int = 0) -> list[Any]:
@@ -31,6 +32,15 @@ def preview(examples: Sequence[Example], tokenizer: Tokenizer, row_length: int =
     row_length: tokens of a row; 0 leaves out the packing figure.
   """
   return [*(_colored(e, tokenizer) for e in examples), _summary(examples, row_length)]
+
+
+def marked(colored: text.Text) -> str:
+  """Returns a text for a console without colors: «trained» and ‹only scored› tokens are between marks."""
+  out = colored.plain
+  for span in reversed(colored.spans):
+    if marks := _MARKS.get(str(span.style)):
+      out = f'{out[: span.start]}{marks[0]}{out[span.start : span.end]}{marks[1]}{out[span.end :]}'
+  return out
 
 
 def _colored(example: Example, tokenizer: Tokenizer) -> text.Text:
