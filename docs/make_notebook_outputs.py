@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 FOLDER = ROOT / 'docs/notebook_outputs'
 SHORT = ('05_lora_your_reward',)  # run as the tests do, with a tiny random model in place of a download
 # A duration or a rate, such as `12.5 s` or `1,200 tokens/s`, and those of a line of metrics, such as `s/step 0.5`.
-_TIMES = re.compile(r'\b\d[\d.,]*[kM]? ?(?=(?:ms|s|min|h|tokens/s|tok/s)\b)')
+_TIMES = re.compile(r'\b\d[\d.,]*[kM]? ?(?=(?:us|ms|s|min|h|tokens/s|tok/s)\b)')
 _METRICS = re.compile(r' +(?:tok/s|s/step|left) [\d.:,]+[kM]?')
 _RATES = re.compile(r'^.*(?:Tokens per second|Seconds per step).*\n', re.MULTILINE)  # rows of a table
 _COMMIT = re.compile(r' \([0-9a-f]{12}(?:-dirty)?\)')

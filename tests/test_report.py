@@ -102,8 +102,8 @@ def test_page_shows_config_plan_resumes_figures_and_charts(tmp_path):
           'device': 'one chip',
           'mesh': [1, 2],
           'programs': [
-            {'program': 'update', 'bytes': 3 * 10**9, 'flops': 5e12},
-            {'program': 'score', 'bytes': 1, 'flops': None},
+            {'program': 'update', 'temp_bytes': 3 * 2**20, 'flops': 5e12},
+            {'program': 'score', 'temp_bytes': 2**19, 'flops': None},
           ],
         }
       ]
@@ -120,6 +120,9 @@ def test_page_shows_config_plan_resumes_figures_and_charts(tmp_path):
     'one chip',
     'update',
     '5T',
+    'Temp memory',
+    '3.0 MiB',
+    '0.5 MiB',
     'mine',
     '0.321',
     'Pass@1',
@@ -486,6 +489,11 @@ def test_wheel_includes_style_and_template_of_the_page():
   setup = (folder.parents[1] / 'setup.py').read_text()
   files = [path.name for path in folder.iterdir() if path.suffix in ('.css', '.jinja')]
   assert len(files) == 2 and all(f"'monitor/{name}'" in setup for name in files)
+
+
+def test_durations_have_a_unit_of_their_size():
+  durations = (0, 2.75e-5, 0.00377, 0.331, 1, 100, 600, 9000)
+  assert [*map(report._seconds, durations)] == ['0 s', '27.5 us', '3.77 ms', '331 ms', '1 s', '100 s', '10 min', '2.5 h']
 
 
 def test_terminal_summary_has_figures_and_curves(tmp_path):
