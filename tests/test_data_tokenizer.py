@@ -78,7 +78,7 @@ TOOL_TEMPLATE = (
 
 def test_a_template_that_ignores_tools_is_warned_of_once(caplog):
   """The warning names the tokenizer and the fix, and is not given for a template that reads tools."""
-  tokenizer_lib._warn_of_tools.cache_clear()
+  tokenizer_lib._warn_once.cache_clear()
   chat, row = [{'role': 'user', 'content': 'hi'}], {'tools': [{'name': 'look'}]}
   tokenizer = tokenizer_lib.load('bytes')
   tokenizer.render_chat(chat)

@@ -275,8 +275,7 @@ def test_pipe_gets_plain_lines(tmp_path):
           'other': 3.0,
         },
       )
-    evaluated = {'completions/clipped_ratio': 0.5, 'pass@1': 0.75, 'sampler_kl/k1': 0.001, '[red]odd': 2.0}
-    writer.write(25, 'eval', evaluated)
+    writer.write(25, 'eval', {'completions/clipped_ratio': 0.5, 'pass@1': 0.75, '[red]odd': 2.0})
     writer.write(
       25,
       'eval',
@@ -289,7 +288,7 @@ def test_pipe_gets_plain_lines(tmp_path):
   assert re.fullmatch(r'grpo 11/25 .* left \d:\d\d:\d\d', lines[1])
   assert [s.split('/')[0] for s in lines[:4]] == ['grpo 1', 'grpo 11', 'grpo 21', 'grpo 25']
   assert lines[4:] == [
-    'grpo 25 eval  pass@1 0.75  cut completions 0.5  KL of the sampler (k1) 0.001  [red]odd 2',
+    'grpo 25 eval  pass@1 0.75  cut completions 0.5  [red]odd 2',
     'grpo 25 eval  reward 0.5  pass@1 0.75  pass@1 by b 0.5  reward b 0.25',  # `a` is in reward and pass@1
   ]
 

@@ -23,6 +23,7 @@ from jaxpost.storage import object_store, seals
 if TYPE_CHECKING:
   from transformers import PreTrainedTokenizerFast
 
+_warn_once = functools.cache(logging.warning)
 # Without it, the import of transformers recommends to install torch, which this library does not need.
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
@@ -153,7 +154,11 @@ class Tokenizer:
         f'config.data.chat_template to a .jinja file or one of {", ".join(sorted(_named_templates()))}'
       )
     if tools and not _reads(template, 'tools'):
-      _warn_of_tools(self.source)
+      _warn_once(
+        'the chat template of %s does not read `tools`, so the model is not shown the tools that it has: set '
+        'config.data.chat_template to a .jinja file that lists them, or describe them in config.data.system_prompt',
+        self.source,
+      )
     # A fixed date, as templates that print today's date would change the run each day.
     variables = {**_SWITCHES, 'date_string': '26 Jul 2024', **self.hf.special_tokens_map, **self.template_kwargs}
     variables |= messages_lib.template_kwargs_of(row or {}, where)
@@ -280,15 +285,6 @@ def _named_templates() -> dict[str, pathlib.Path]:
 
 def _reads(templates: str, name: str) -> bool:
   return re.search(rf'\b{re.escape(name)}\b', templates) is not None
-
-
-@functools.cache  # once for each tokenizer
-def _warn_of_tools(source: str) -> None:
-  logging.warning(
-    'the chat template of %s does not read `tools`, so the model is not shown the tools that it has: set '
-    'config.data.chat_template to a .jinja file that lists them, or describe them in config.data.system_prompt',
-    source,
-  )
 
 
 def _folder(path: str | pathlib.Path) -> pathlib.Path:

@@ -46,12 +46,6 @@ def title(key: str) -> str:
   return words[:1].upper() + words[1:]
 
 
-def label(key: str) -> str:
-  """Returns the title of a metric as the console writes it in a line: in lower case, unless it begins with 'KL'."""
-  text = title(key)
-  return text if text[1:2].isupper() else text[:1].lower() + text[1:]
-
-
 def says_nothing_new(key: str, values: Mapping[str, float]) -> bool:
   """Returns whether a line with all other values can omit this one, because it is repeated or rarely of interest.
 

@@ -107,12 +107,6 @@ def short_number(x: float | None, small_digits: int = 2) -> str:
   return f'{x:.{4 if x == 0 or abs(x) >= 1e-3 else small_digits}g}'
 
 
-def _text(values: Mapping[str, Any], names: Mapping[str, str] = SHOWN) -> str:
-  """Returns the values that have a name, as text; of failed calls, only if there are any."""
-  shown = [key for key in names if key in values and (values[key] or not key.startswith('tools/'))]
-  return '  '.join(f'{names[key]} {short_number(values[key])}' for key in shown)
-
-
 class _Board:
   """The console: a bar per stage on a terminal, plain lines elsewhere."""
 
@@ -147,20 +141,25 @@ class _Board:
     return '' if step in (first, self._total) else f'left {remaining}'
 
   def row(self, step: int, split: str, values: Mapping[str, Any]) -> None:
+    names = SHOWN
     if split != 'train':
       from jaxpost.monitor import display
 
       others = [k for k in values if not is_clock_key(k) and k not in SHOWN and not display.says_nothing_new(k, values)]
-      names = SHOWN | {k: display.label(k) for k in others}
-      self.line(f'{self._stage} {step} {split}  {_text(values, names)}', 'bold')
-      return
-    if self._bar is not None:
-      self._bar.update(self._task, completed=step, eta=self._eta(step), shown=_text(values))
-      return
-    self._unprinted.append(values)
-    if step >= min(self._next, self._total) or time.monotonic() + values.get('time/step', 0) > self._due:
+      names = SHOWN | {k: display.title(k).lower() for k in others}
+    elif self._bar is None:
+      self._unprinted.append(values)
+      if step < min(self._next, self._total) and time.monotonic() + values.get('time/step', 0) <= self._due:
+        return
       self._next, self._due = step + self._every, time.monotonic() + 4.5  # or a row would come too late
-      shown = _text({**values, **self._speed()})
+      values = {**values, **self._speed()}
+    keys = [key for key in names if key in values and (values[key] or not key.startswith('tools/'))]
+    shown = '  '.join(f'{names[key]} {short_number(values[key])}' for key in keys)
+    if split != 'train':
+      self.line(f'{self._stage} {step} {split}  {shown}', 'bold')
+    elif self._bar is not None:
+      self._bar.update(self._task, completed=step, eta=self._eta(step), shown=shown)
+    else:
       self.line(f'{self._stage} {step}/{self._total}  {shown}  {self._eta(step)}'.rstrip())
 
   def _speed(self) -> dict[str, float]:
@@ -327,11 +326,8 @@ class MetricsWriter:
     if self._trackers is not None:
       self._trackers.log(self._stage, step, tags)
     self._board.row(step, split, values)
-    if split == 'train':
-      self._watch(step, values, error)
-
-  def _watch(self, step: int, values: Mapping[str, float], error: str) -> None:
-    """Prints warnings about a train step, and once a note about a loss that only looks wrong."""
+    if split != 'train':
+      return
     for text in self.alerts.check(self._stage, step, values, error):
       self._board.warn(step, text)
     if 'frac_reward_zero_std' in values and abs(values.get('loss', 1)) < 0.01:

@@ -34,11 +34,6 @@ def number(x: Any) -> str:
   return metrics.short_number(x, small_digits=4)
 
 
-def _amount(x: Any, key: str) -> str:
-  """Returns a value of plan.json as text, in MiB if its key ends in `bytes`."""
-  return f'{x / 2**20:.1f} MiB' if key.endswith('bytes') and isinstance(x, (int, float)) else number(x)
-
-
 def _seconds(x: float) -> str:
   if 0 < x < 1:
     return f'{1e6 * x:.3g} us' if x < 1e-3 else f'{1e3 * x:.3g} ms'
@@ -352,5 +347,5 @@ def _template() -> jinja2.Template:
   """Returns the template in this folder, which escapes all values."""
   loader = jinja2.PackageLoader('jaxpost', 'monitor')
   environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-  environment.filters.update(number=number, amount=_amount, duration=_seconds, text=_text, title=_title)
+  environment.filters.update(number=number, duration=_seconds, text=_text, title=_title)
   return environment.get_template('report.html.jinja')
