@@ -19,6 +19,7 @@ from jaxpost.distributed import coordination, watchdog
 from jaxpost.errors import InputError, PeerError
 from jaxpost.hardware import signals
 from jaxpost.models import model as model_lib
+from jaxpost.models import transformer
 from jaxpost.monitor import activity as activity_lib
 from jaxpost.monitor import metrics, program_table
 from jaxpost.monitor import start as start_lib
@@ -305,15 +306,20 @@ def _adopt(params: dict, before: PlacedStage, placed: PlacedStage) -> dict:
 
 
 def _plan(placed: PlacedStage, stage: loop.Stage) -> dict:
-  """The entry of plan.json for a compiled stage."""
-  return program_table.make_plan(
+  """Returns the entry of plan.json for a compiled stage."""
+  cfg = placed.model.config
+  return dict(
     stage=placed.name,
-    cfg=placed.model.config,
-    layouts={'train': placed.train, 'rollout': placed.rollout},
+    devices=jax.device_count(),
+    device_kind=jax.devices()[0].device_kind,
+    processes=jax.process_count(),
+    family=cfg.family,
+    parameters=transformer.num_params(cfg),
+    mesh={'train': dict(placed.train.mesh.shape), 'rollout': dict(placed.rollout.mesh.shape)},
     tokens_per_step=placed.shape.rows * placed.shape.row_length,
-    rows=placed.ledger.rows,
-    memory=stage.memory_usage.predicted,
-    choices=placed.choices,
+    programs=placed.ledger.rows,
+    memory=stage.memory_usage.predicted,  # {program: peak bytes in use on a device while it runs}
+    choices=placed.choices,  # {config field or 'experts': the value that is used, and the reason}
   )
 
 

@@ -335,7 +335,8 @@ def _check_file(name: str):
   if path.is_dir():
     raise InputError(f'--config: {name} is a folder; name a file in it')
   folder = path.parent
-  files = {f.name: f for place in (pathlib.Path('configs'), folder) if place.is_dir() for f in _configs(place)}
+  patterns = ('*.py', '*.yaml', '*.yml', 'config.json')
+  files = {f.name: f for place in (pathlib.Path('configs'), folder) for p in patterns for f in place.glob(p)}
   file_name = path.name if path.suffix in ('.py', *YAML_SUFFIXES) else f'{path.name}.py'
   near = difflib.get_close_matches(file_name, files, 1)
   nearest = ', '.join(str(files[name]) for name in difflib.get_close_matches(file_name, files, 3, 0))
@@ -343,7 +344,3 @@ def _check_file(name: str):
   if not folder.is_dir():
     hint = f'nor is there a folder {folder}' + (f'; {hint}' if near else '')
   raise InputError(f'--config: {name}: no such file; {hint}')
-
-
-def _configs(folder: pathlib.Path) -> list[pathlib.Path]:
-  return [f for pattern in ('*.py', '*.yaml', '*.yml', 'config.json') for f in folder.glob(pattern)]

@@ -5,20 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import rich.box
 import rich.table
 from etils import epath
 
-from jaxpost.models import transformer
 from jaxpost.monitor import metrics
 from jaxpost.storage import seals
-
-if TYPE_CHECKING:
-  from jaxpost.distributed.mesh import Layout
-  from jaxpost.models.config import ModelConfig
 
 
 def peak_flops(devices: Sequence[jax.Device]) -> float:
@@ -27,39 +21,6 @@ def peak_flops(devices: Sequence[jax.Device]) -> float:
 
   chip = chips.of_kind(devices[0].device_kind)
   return chip.flops * len(devices) if chip else 0.0
-
-
-def make_plan(
-  *,
-  stage: str,
-  cfg: ModelConfig,
-  layouts: dict[str, Layout],
-  tokens_per_step: int,
-  rows: list[dict],
-  memory: dict,
-  choices: dict[str, str],
-) -> dict:
-  """Returns a JSON record of the programs of a stage.
-
-  Args:
-    rows: one per program; see `programs.compile.Ledger`.
-    memory: {program: peak bytes in use on a device while it runs}.
-    choices: {config field or 'experts': the value that is used, and the reason}.
-  """
-  device = jax.devices()[0]
-  return dict(
-    stage=stage,
-    devices=jax.device_count(),
-    device_kind=device.device_kind,
-    processes=jax.process_count(),
-    family=cfg.family,
-    parameters=transformer.num_params(cfg),
-    mesh={k: dict(v.mesh.shape) for k, v in layouts.items()},
-    tokens_per_step=tokens_per_step,
-    programs=rows,
-    memory=memory,
-    choices=choices,
-  )
 
 
 def console_table(title: str, columns: Sequence[str], left: Sequence[str], no_wrap: bool = False) -> rich.table.Table:
