@@ -12,7 +12,6 @@ the one that the run has kept, as it may on another machine or mesh.
 import json
 import logging
 import sys
-from collections.abc import Iterator
 
 import rich.console
 import rich.table
@@ -33,43 +32,20 @@ _COMPARISON = {
   True: 'identical to the sample that the run has kept',
   False: 'NOT the sample that the run has kept',
 }
-# Titles of the figures after the rewards, in order; those that a sample lacks are left out.
-_FIGURES = {
-  'error': 'Error of the reward',
-  'advantage': 'Advantage',
-  'loss': 'Loss of the sample',
-  'loss_of_update': 'Loss of its update',
-  'loss_share': 'Share of that loss',  # of absolute values, see `reproduce.losses`
-  'finished': 'Ended by itself',
-  'version': 'Step of the weights',
-}
 
 
 def show(sample: dict, console: rich.console.Console):
   """Prints the prompt, a table of the tokens, and the figures."""
+  from jaxpost.tools import reproduce
+
   console.print(sample['prompt'], style='dim', markup=False)
   table = rich.table.Table('token', 'text', 'log-prob', 'advantage')
   columns = (sample[key] for key in ('ids', 'texts', 'logprobs', 'advantages', 'trained'))
   for token, text, logprob, advantage, trained in zip(*columns):
     table.add_row(str(token), repr(text), f'{logprob:.6f}', f'{advantage:.4f}' if trained else '-')
   console.print(table)
-  for title, value in figures(sample):
+  for title, value in reproduce.figures(sample).items():
     console.print(f'{title}: {value}', markup=False, highlight=False)
-
-
-def figures(sample: dict) -> Iterator[tuple[str, str]]:
-  """Yields (title, text) of the rewards of a sample, and of what the update learned from it."""
-  from jaxpost.monitor import display
-  from jaxpost.monitor.metrics import short_number
-
-  values = {'Reward': sample['reward']}
-  values |= {display.title(f'rewards/{name}/mean'): value for name, value in sample['components'].items()}
-  values |= {title: sample[key] for key, title in _FIGURES.items() if sample[key] is not None}
-  for title, value in values.items():
-    if isinstance(value, bool):
-      yield title, 'yes' if value else 'no'
-    else:
-      yield title, value if isinstance(value, str) else short_number(value)
 
 
 def main(argv):

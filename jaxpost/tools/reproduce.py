@@ -18,7 +18,8 @@ from etils import epath
 
 from jaxpost import stages
 from jaxpost.errors import InputError, NoCheckpointError
-from jaxpost.monitor.metrics import read_growing
+from jaxpost.monitor import display
+from jaxpost.monitor.metrics import read_growing, short_number
 from jaxpost.programs import score
 from jaxpost.rl import batching
 from jaxpost.rollout import rollout_files
@@ -32,6 +33,17 @@ if TYPE_CHECKING:
   from jaxpost.rl.controller import Controller
   from jaxpost.roles import Roles
   from jaxpost.types import Credit, Experience, Item
+
+# Titles of the figures after the rewards, in order; those that a sample lacks are left out.
+_FIGURES = {
+  'error': 'Error of the reward',
+  'advantage': 'Advantage',
+  'loss': 'Loss of the sample',
+  'loss_of_update': 'Loss of its update',
+  'loss_share': 'Share of that loss',  # of absolute values, see `losses`
+  'finished': 'Ended by itself',
+  'version': 'Step of the weights',
+}
 
 
 def reproduce(
@@ -207,3 +219,16 @@ def losses(
   total = abs(positive_loss) + abs(other_loss)
   share = abs(sample_loss) / total if total else 0.0
   return dict(loss=sample_loss, loss_of_update=positive_loss + other_loss, loss_share=share)
+
+
+def figures(sample: dict[str, Any]) -> dict[str, str]:
+  """Returns {title: text} of the rewards of a sample of `reproduce`, and of what the update learned from it."""
+  values = {'Reward': sample['reward']}
+  values |= {display.title(f'rewards/{name}/mean'): value for name, value in sample['components'].items()}
+  values |= {title: sample[key] for key, title in _FIGURES.items() if sample[key] is not None}
+  for title, value in values.items():
+    if isinstance(value, bool):
+      values[title] = 'yes' if value else 'no'
+    elif not isinstance(value, str):
+      values[title] = short_number(value)
+  return values
