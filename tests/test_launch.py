@@ -340,7 +340,7 @@ def test_inspect_works_from_an_installed_package(tmp_path):
     env=os.environ | {'PYTHONPATH': str(site)},
   )
   assert result.returncode == 0, result.stderr
-  assert 'train.jsonl:1: 7 tokens' in result.stdout and 'a [b]c' in result.stdout
+  assert 'train.jsonl:1: 7 tokens' in result.stdout and 'a [b]«c<|im_end|>»' in result.stdout
 
 
 # ----------------------------------------------------------------- evaluate
