@@ -48,17 +48,17 @@ def test_activity_prints_a_line_each_period_until_it_ends():
     time.sleep(0.35)
     reporter.note('loading: 2 of 3')
     time.sleep(0.15)
-    with reporter.compiling('update', 3):
+    with reporter.compiling('update', 3, 10):
       time.sleep(0.25)
-      with reporter.compiling('score', 4):
-        assert reporter.text() == 'compiling score, 4 so far'
-      assert reporter.text() == 'compiling update, 4 so far'  # of two at a time, the older one takes longer
+      with reporter.compiling('score', 4, 10):
+        assert reporter.text() == 'compiling 4/10: score'
+      assert reporter.text() == 'compiling 4/10: update'  # of two at a time, the older one takes longer
     time.sleep(0.15)
   output = out.getvalue()
   time.sleep(0.3)
   assert out.getvalue() == output, 'lines go on after the end'
   lines = output.splitlines()
-  assert lines.count('loading') >= 2 and 'compiling update, 3 so far' in lines and lines.count('loading: 2 of 3') >= 2
+  assert lines.count('loading') >= 2 and 'compiling 3/10: update' in lines and lines.count('loading: 2 of 3') >= 2
   assert activity.PERIOD_S < 5
 
 
@@ -135,7 +135,7 @@ def test_a_run_is_never_silent_for_five_seconds(seed, tmp_path, monkeypatch):
   with metrics.MetricsWriter(tmp_path, tensorboard=False, console=console, print_every=1000) as writer:
     writer.start_stage('grpo', 30)
     with reporter.following(timer.doing):
-      with reporter.compiling('prefill', 12):  # for a new shape; the phase goes on afterwards
+      with reporter.compiling('prefill', 12, 11):  # for a new shape; the phase goes on afterwards
         pass
       reporter._thread.join()
   assert not console._render_hooks
@@ -172,7 +172,7 @@ def test_a_command_is_never_silent_for_five_seconds(monkeypatch):
   progress = [re.sub(r' \(\d+ s\)$', '', line) for _, line in clock.lines[1:]]
   assert [name for name, _ in itertools.groupby(progress)] == [
     'sampling 64 completions',
-    'compiling generate, 2 so far',
+    'compiling generate',
     'sampling 64 completions',
   ]
   assert re.search(r' \(6[45] s\)$', clock.lines[-1][1]) and working.text() == ''

@@ -37,7 +37,7 @@ class Activity(rich.console.RenderHook):
     self._lock = threading.Lock()
     self._open: list[list] = []  # [text, start] of each activity, innermost last
     self._compiling: list[list] = []  # the same for each program that is being compiled
-    self._begun = 0  # number of the newest of these
+    self._count = ''  # '3/10: ', the number of the newest of these, out of all
     self._printed = time.perf_counter()  # time of the last output, or of the start
     self._thread = threading.Thread()  # a new one for each outermost activity
     self._wake = threading.Event()
@@ -69,10 +69,10 @@ class Activity(rich.console.RenderHook):
         self._open[-1][0] = text
 
   @contextlib.contextmanager
-  def compiling(self, name: str, number: int) -> Iterator[None]:
-    """Shows that a program is compiled, and that it is number `number`, from 1; for `Ledger.announce`."""
-    entry = [f'compiling {name}', time.perf_counter()]
-    self._begun = number
+  def compiling(self, name: str, number: int, planned: int) -> Iterator[None]:
+    """Shows that program `number` (from 1) of `planned` (0: unknown) is compiled; for `Ledger.announce`."""
+    entry = [name, time.perf_counter()]
+    self._count = f'{number}/{planned}: ' if planned else ''
     self._compiling.append(entry)
     try:
       yield
@@ -108,6 +108,7 @@ class Activity(rich.console.RenderHook):
       text, start = entries[-1]
     if callable(text):
       return text()
-    text += f', {self._begun} so far' if entries is self._compiling else ''
+    if entries is self._compiling:  # of several at a time one is named, but all are counted
+      text = f'compiling {self._count}{text}'
     seconds = time.perf_counter() - start
     return f'{text} ({seconds:.0f} s)' if seconds >= 1 else text

@@ -26,13 +26,14 @@ class Ledger:
   look: Callable | None = None  # (name, compiled, args, calls_per_step) -> more columns of a row
   options: dict | None = None  # of the compiler
   only: tuple = ()  # names of the programs that are compiled; (): all
-  announce: Callable = lambda *_: contextlib.nullcontext()  # (name, number from 1) -> context of a compilation
+  announce: Callable = lambda *_: contextlib.nullcontext()  # (name, number, `planned`) -> context of a compilation
   begun: list[str] = dataclasses.field(default_factory=list)  # names of the compilations so far
+  planned: int = 0  # upper bound of the compilations before the end of the first step; 0: not known yet
 
   def begin(self, name: str) -> contextlib.AbstractContextManager:
     """Announces a compilation, which has to run inside of the returned context."""
     self.begun.append(name)
-    return self.announce(name, len(self.begun))
+    return self.announce(name, len(self.begun), self.planned and max(self.planned, len(self.begun)))
 
   def add(self, name: str, args: tuple, seconds: float, compiled: Any, flops: Any, calls: int, read: int) -> None:
     """Adds the row of a program that took `seconds` to compile; warns after the first step."""

@@ -88,6 +88,7 @@ def compile_all(
   if engine and evaluator and evaluator.sampled:
     sampled = evaluator.sampled
     later += engine.jobs(policy.params, [len(x.tokens) for x in sampled.prompts], sampled.samples, turns)
+  placed.ledger.planned = len(placed.ledger.begun) + len(jobs) + len(later)
   run_jobs(jobs)
   run_jobs(later)
   return memory_of(placed, roles, engine, bool(evaluator and evaluator.sampled))
