@@ -183,10 +183,11 @@ class Scores(NamedTuple):
   """
 
   old_logprobs: Array | None = None  # of the policy before the first update of the step
-  ref_logprobs: Any = None  # of the reference, for the KL term; on the devices a list, of each teacher of opd
+  ref_logprobs: Any = None  # of the reference, for the KL term; on the devices a list, as opd has several teachers
   reward_model: Array | None = None  # its output at every token
   values: Array | None = None  # of the critic, of the text before a token
   entropy: Array | None = None  # of the policy before the first update of the step
+  aligned: Array | None = None  # weight of the teachers that read the token's text in the same words (`distill.align`)
 
   def computed(self) -> dict[str, Array]:
     """Returns {name: array} of the scores that are not None."""
@@ -297,8 +298,7 @@ class Objective:
   """The loss of a role: a function of the model's outputs and a batch.
 
   Attributes:
-    fn: a TokenLoss, whose results `Batch.loss_weights` sums. It sees chunks of
-      rows, so it must not sum over tokens.
+    fn: a TokenLoss, whose results `Batch.loss_weights` sums. It sees chunks of rows, so it must not sum over tokens.
     coupled: fn is a BatchLoss instead: for losses of sequences and pairs, which
       cost one more product with the head, and for scalar heads.
     token_means: metrics of a coupled fn are sums over tokens weighted by

@@ -107,7 +107,6 @@ OPTIONS = {
   'jaxpost.rl.shared_prompts': 'train.share_prompt',
   'jaxpost.rl.process_rewards': 'reward_model.per_step',
   'jaxpost.rl.replay': 'rl.replay',
-  'jaxpost.rl.teachers': 'distill.teachers',
   'jaxpost.rollout.page_table': 'rollout.page_size',
   'jaxpost.rollout.drafts': 'rollout.speculation',
   'jaxpost.rollout.rollout_codec': 'rollout.staleness',

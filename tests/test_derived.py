@@ -15,9 +15,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpost.algorithms import distill, ppo
+from jaxpost.algorithms import distill, ppo, teachers
 from jaxpost.losses import entropy_control, group_advantages, surrogates, turn_advantages
-from jaxpost.rl import teachers
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import moving_reference
 from jaxpost.types import Experience, Prompt, Rollout

@@ -8,10 +8,10 @@ import pytest
 import tiny
 
 import jaxpost
+from jaxpost.algorithms import teachers
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
 from jaxpost.losses import head_chunk
-from jaxpost.rl import teachers
 from jaxpost.stage import algorithms, prepare
 from jaxpost.stage import config as config_lib
 from jaxpost.types import Prompt, Rollout

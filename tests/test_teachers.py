@@ -10,11 +10,12 @@ import rich.console
 import tiny
 
 import jaxpost
+from jaxpost.algorithms import teachers
 from jaxpost.errors import InputError
 from jaxpost.formats import hf
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
-from jaxpost.rl import mixture, teachers
+from jaxpost.rl import mixture
 from jaxpost.stage import algorithms
 from jaxpost.stage import config as config_lib
 from jaxpost.types import Prompt, Rollout

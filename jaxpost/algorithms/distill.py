@@ -201,8 +201,8 @@ def check_on_policy(config: Config) -> None:
   options = config.distill
   refuse(
     options.align == 'text',
-    'config.distill.align: text needs data that is known before the first step; set it to tokens, or '
-    'config.algorithm=distill',
+    "config.distill.align: gkd compares the distributions of single tokens at the student's tokens, where a teacher "
+    'with another tokenizer has none; use algorithm=opd, which compares texts, or algorithm=distill on data',
   )
   refuse(
     options.top_k > 0,
@@ -251,7 +251,7 @@ def check_teacher(key: str, source: Any, tokenizer: Tokenizer) -> None:
     refuse(
       teacher_tokenizer.encode(probe) != tokenizer.encode(probe),
       f'{key} has another tokenizer than {tokenizer.source}; its tokens mean something else, '
-      'so choose a teacher of the same family',
+      'so choose a teacher of the same family, or distill with config.distill.align=text (algorithm=distill or opd)',
     )
 
 

@@ -101,6 +101,32 @@ def check(config: Config) -> None:
   )
 
 
+def check_samples(config: Config) -> None:
+  """Raises InputError for fields of opd that do not go with text."""
+  rl = config.rl
+  refuse(
+    not config.distill.teachers,
+    'config.distill.align: text needs config.distill.teachers; name the teacher there, and leave rl.reference empty',
+  )
+  refuse(
+    bool(config.environment or config.router.routing_replay or rl.sampling_mask),
+    'config.distill.align: text goes with neither an environment nor router.routing_replay or rl.sampling_mask, which '
+    "record the student's tokens",
+  )
+  refuse(
+    rl.kl_in == 'loss',
+    "config.rl.kl_in: loss compares tokens, and distill.align=text compares texts; leave it 'advantage'",
+  )
+  refuse(
+    config.rollout.temperature != 1,
+    'config.rollout.temperature: probabilities of texts have none; with distill.align=text leave it 1',
+  )
+  refuse(
+    any('temperature=' in entry for entry in rl.sources),
+    'config.rl.sources: probabilities of texts have no temperature; with distill.align=text leave it out',
+  )
+
+
 def check_teacher(key: str, source: Any, top_k: int) -> None:
   """Raises InputError, which begins with `key`, for a source of weights without a tokenizer, or with no token head."""
   refuse(bool(source.config.num_labels), f'{key} is a reward model, which predicts no tokens; name a language model')

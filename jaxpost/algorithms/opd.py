@@ -12,6 +12,9 @@ whole distribution of the teacher instead.
 With `config.rl.privileged` the teacher reads another prompt, from a column of the data
 that holds a solution or feedback as well; without a reference it is the policy itself
 (self-distillation: OPSD, arXiv:2601.18734; SDPO, arXiv:2601.20802).
+
+With `config.distill.align=text` the teachers have tokenizers of their own. The log-ratio is then that of the text of a
+span, which the tokens of the span share (`teacher_text.TextTeacher`).
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from jaxpost.algorithms import distill, grpo, rl_fields
 from jaxpost.algorithms.base import Config
 from jaxpost.errors import refuse, refuse_unread
+from jaxpost.types import Credit, Experience
 
 if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
@@ -50,7 +54,12 @@ def check(config: Config) -> None:
     has_teachers and bool(config.rl.reference),
     'config.rl.reference: config.distill.teachers would ignore it; add it there, or leave one of them empty',
   )
-  refuse_unread(config.distill, ('teachers', 'weights') if has_teachers else ('teachers',), 'opd', 'distill')
+  if config.distill.align == 'text':
+    from jaxpost.algorithms import distill_text
+
+    distill_text.check_samples(config)
+  read = ('teachers', 'weights', 'align') if has_teachers else ('teachers',)
+  refuse_unread(config.distill, read, 'opd', 'distill')
   if has_teachers:
     distill.check(config)
   refuse(
@@ -66,8 +75,8 @@ def check(config: Config) -> None:
     'config.rl.curriculum: without a reward no prompt is right or wrong; leave it out',
   )
   if not (is_graded or config.train_on_rollouts):
-    read = {field.name for field in dataclasses.fields(config.rl)} - {*_OF_REWARDS}
-    refuse_unread(config.rl, read, 'opd without a reward')
+    read_of_rl = {field.name for field in dataclasses.fields(config.rl)} - {*_OF_REWARDS}
+    refuse_unread(config.rl, read_of_rl, 'opd without a reward')
   check_rl = rl_fields.check if is_graded else rl_fields.check_shared
   check_rl(config)
 
@@ -77,6 +86,15 @@ def check_roles(config: Config, sources: Mapping[str, Any], tokenizer: Tokenizer
   distill.check_teachers(config, sources, tokenizer)
   if 'reference' in sources:
     distill.check_teacher(f'config.rl.reference: {config.rl.reference}', sources['reference'], tokenizer)
+
+
+def credit(experience: Experience, config: Config) -> Credit:
+  """Returns the credit of GRPO and, with `distill.align=text`, the metric `aligned`."""
+  result = grpo.credit(experience, config)
+  if 'aligned' in experience.arrays:
+    aligned = (experience.arrays['aligned'] * experience.mask).sum() / max(experience.mask.sum(), 1)
+    result.metrics['aligned'] = float(aligned)
+  return result
 
 
 def check_first_step(metrics: dict, config: Config) -> None:
@@ -91,5 +109,6 @@ OPD = ALGORITHM = dataclasses.replace(
   check=check,
   check_roles=check_roles,
   check_first_step=check_first_step,
+  credit=credit,
   rewards=False,
 )

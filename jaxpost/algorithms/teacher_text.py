@@ -1,7 +1,10 @@
 """Log-probs of a teacher with another tokenizer, aligned with the tokens of the student (`distill.align=text`).
 
-Legend: T tokens of a document, S read tokens of all documents, k most probable tokens. A token is read if a loss or a
-metric needs its log-prob (`Example.read`).
+`TextsOfTeacher` reads stored documents before the first step, and `TextTeacher` the samples of each step. Both compare
+the spans of `data.text_alignment`.
+
+Legend: T tokens of a document, S read tokens of all documents, k most probable tokens, N sequences, C completion tokens
+of the student, C' of the teacher. A token is read if a loss or a metric needs its log-prob (`Example.read`).
 """
 
 from __future__ import annotations
@@ -15,13 +18,16 @@ import numpy as np
 
 from jaxpost.algorithms import distill_text
 from jaxpost.algorithms.base import Config, Precompute
-from jaxpost.data import text_alignment
-from jaxpost.data import tokenizer as tokenizer_lib
+from jaxpost.data import chat, prompts, text_alignment
+from jaxpost.data.examples import Example
+from jaxpost.roles import Frozen
+from jaxpost.types import Prompt, Rollout
 
 if TYPE_CHECKING:
-  from jaxpost.data.examples import Example
   from jaxpost.data.sources import Rows
   from jaxpost.data.tokenizer import Tokenizer
+
+_READ_FIRST = 100  # prompts that are rendered before the first step
 
 
 @dataclasses.dataclass
@@ -46,10 +52,7 @@ class TextsOfTeacher:
   def theirs(self) -> list[Example | None]:
     """The same rows in the chat template and the tokens of the teacher."""
     inputs = self.placed.inputs
-    tokenizer = self.tokenizer
-    if not tokenizer.chat_template and inputs.tokenizer.chat_template:
-      tokenizer = tokenizer_lib.load(tokenizer.source, inputs.tokenizer.chat_template)
-    tokenizer = tokenizer.with_template_kwargs(inputs.config.data.template_kwargs)
+    tokenizer = text_alignment.reader(self.tokenizer, inputs.tokenizer, inputs.config.data.template_kwargs)
     self.texts = text_alignment.Bytes.of(inputs.tokenizer), text_alignment.Bytes.of(tokenizer)
     render = inputs.algorithm.render(self.rows, tokenizer, inputs.config)
     return [None if e is None else render(n) for n, e in enumerate(self.student_examples)]
@@ -117,6 +120,105 @@ class TextsOfTeacher:
         # log p of the text is the sum over the teacher's tokens.
         span_logprobs[first] = outputs['own'][teacher_span].sum(dtype=np.float64)
     return ids, logprobs, kind, span_logprobs
+
+
+@dataclasses.dataclass
+class TextTeacher(Frozen):
+  """A teacher of opd that reads the samples of the student in its own tokens.
+
+  Attributes:
+    tokenizer: the teacher's, and student_tokenizer: the student's.
+    room: the most tokens of a prompt with its completion.
+  """
+
+  tokenizer: Tokenizer
+  student_tokenizer: Tokenizer
+  room: int
+
+  @functools.cached_property
+  def texts(self) -> tuple[text_alignment.Bytes, text_alignment.Bytes]:
+    """The texts of the tokens of student and teacher."""
+    return text_alignment.Bytes.of(self.student_tokenizer), text_alignment.Bytes.of(self.tokenizer)
+
+  @functools.cached_property
+  def turn_end(self) -> int:
+    """The token with which the teacher's chat template ends a turn of the assistant."""
+    chat_text, _ = self.tokenizer.render_chat([dict(role=role, content='a') for role in ('user', 'assistant')])
+    ids = reversed(self.tokenizer.encode(chat_text))
+    return next((i for i in ids if i in self.tokenizer.stop_ids), self.tokenizer.eos_id)
+
+  def prompt(self, prompt: Prompt) -> Prompt:
+    """Returns a prompt in the teacher's tokens, cut to the room that there is."""
+    where = f'config.distill.teachers: prompt {prompt.index}'
+    tokens = prompts.encode_prompt(self.tokenizer, prompt.prompt, prompt.columns, where)
+    return prompt.replace(tokens=tokens[: self.room])
+
+  def reading(self, rollout: Rollout) -> Rollout:
+    """Returns a rollout in the teacher's tokens; completions are cut where there is no room beside the prompt."""
+    size = len(rollout.lengths) // len(rollout.prompts)
+    own_prompts = tuple(map(self.prompt, rollout.prompts))
+    tokens = []  # of each completion
+    for n, (ids, length) in enumerate(zip(rollout.completions.tolist(), rollout.lengths.tolist())):
+      prompt = own_prompts[n // size]
+      tokens.append(self._completion(prompt, ids[:length])[: self.room - len(prompt.tokens)])
+    lengths = np.array([len(ids) for ids in tokens], np.int32)
+    completions = np.zeros((len(tokens), max(1, lengths.max())), np.int32)
+    for row, ids in zip(completions, tokens):
+      row[: len(ids)] = ids
+    logprobs = np.zeros(completions.shape, np.float32)  # the teacher has not sampled them
+    return Rollout(own_prompts, completions, lengths, logprobs, logprobs, finished=rollout.finished)
+
+  def _completion(self, prompt: Prompt, ids: list[int]) -> list[int]:
+    """Returns the teacher's tokens of a completion: those of its text and, if it has one, of its end."""
+    stops = bool(ids) and ids[-1] in self.student_tokenizer.stop_ids
+    text = self.student_tokenizer.decode(ids[:-1] if stops else ids)
+    prompt_text = self.tokenizer.decode(prompt.tokens, skip_special=False) if self.tokenizer.adds_space else ''
+    end = self.tokenizer.eos_id if isinstance(prompt.prompt, str) else self.turn_end
+    return chat.continuation(self.tokenizer, prompt_text, text) + [end] * stops
+
+  def align(
+    self, rollout: Rollout, reading: Rollout, logprobs: np.ndarray, old_logprobs: np.ndarray
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (log-probs of the teacher at the student's tokens [N, C], 1 where there is one and 0 elsewhere [N, C]).
+
+    The log-ratio of teacher and student is that of the text of a span, and its tokens share it equally: over a span,
+    the differences to `old_logprobs` sum to log T(text) - log pi(text). A token in no span has the student's log-prob,
+    so that its difference is 0.
+
+    Args:
+      reading: what `self.reading` returned for the rollout, and logprobs: [N, C'] of its tokens.
+      old_logprobs: [N, C] of the student.
+    """
+    out, aligned = np.array(old_logprobs, np.float64), np.zeros(old_logprobs.shape, np.float32)
+    for n, (length, their_length) in enumerate(zip(rollout.lengths, reading.lengths)):
+      mine, theirs = (
+        Example(x.completions[n, :size], np.ones(size, bool))
+        for x, size in ((rollout, length), (reading, their_length))
+      )
+      for span in text_alignment.spans(mine, theirs, self.texts):
+        tokens, their_tokens = (slice(*part) for part in span)
+        ratio = logprobs[n, their_tokens].sum(dtype=np.float64) - out[n, tokens].sum()
+        out[n, tokens] += ratio / (tokens.stop - tokens.start)
+        aligned[n, tokens] = 1
+    return out.astype(np.float32), aligned
+
+
+def make_text_teacher(role: Frozen, placed: Any, tokenizer: Tokenizer) -> TextTeacher:
+  """Makes a teacher of opd from its role; InputError if its chat template refuses one of the first prompts.
+
+  Args:
+    placed: the stage, a `stage.place.PlacedStage`.
+    tokenizer: the teacher's, as it is stored with its weights.
+  """
+  config, own = placed.config, placed.inputs.tokenizer
+  tokenizer = text_alignment.reader(tokenizer, own, config.data.template_kwargs)
+  room = config.rollout.max_prompt_length + config.rollout.max_new_tokens
+  teacher = TextTeacher(**vars(role), tokenizer=tokenizer, student_tokenizer=own, room=room)
+  if not (config.data.streaming or config.train_on_rollouts):
+    stream = placed.data.stream
+    for index in range(min(len(stream), _READ_FIRST)):
+      teacher.prompt(stream.prompt(index))
+  return teacher
 
 
 def precompute(config: Config) -> dict[str, Precompute]:

@@ -11,11 +11,12 @@ import functools
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from jaxpost.data import chat
+from jaxpost.data import tokenizer as tokenizer_lib
 
 if TYPE_CHECKING:
   from jaxpost.data.examples import Example
@@ -84,6 +85,13 @@ def _from_piece(token: str) -> bytes:
   if byte := _BYTE.fullmatch(token):
     return bytes([int(byte[1], 16)])
   return token.replace('▁', ' ').encode()
+
+
+def reader(theirs: Tokenizer, mine: Tokenizer, template_kwargs: Mapping[str, Any]) -> Tokenizer:
+  """Returns `theirs` so that it renders chats: with my chat template if it has none, and with these variables."""
+  if not theirs.chat_template and mine.chat_template:
+    theirs = tokenizer_lib.load(theirs.source, mine.chat_template)
+  return theirs.with_template_kwargs(template_kwargs)
 
 
 def same_tokens(mine: Bytes, theirs: Bytes, ends: Mapping[int, int]) -> np.ndarray:

@@ -6,6 +6,7 @@ Legend: N sequences, C completion tokens, M micro-batches, B rows, T row length.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import typing
 
 import jax.numpy as jnp
@@ -25,12 +26,12 @@ class PendingScores(typing.NamedTuple):
   """Scores of a rollout that the devices are computing.
 
   scores: [M, B / M, T] each, on the devices.
-  seen_by_teacher: the rollout with the prompts that the teacher reads (`config.rl.privileged`); without, as sampled.
+  readings: the rollout as the reference or the teachers read it: one for all of them, or one for each.
   """
 
   scores: Scores
   rollout: Rollout
-  seen_by_teacher: Rollout
+  readings: list[Rollout]
 
 
 @dataclasses.dataclass
@@ -52,16 +53,17 @@ class Scorer:
   def start(self, rollout: Rollout) -> PendingScores:
     """Dispatches the programs that compute the scores, without waiting for them."""
     roles, names = self.roles, self.algorithm.scores(self.config)
-    seen_by_teacher = rollout
+    readings = [rollout]
     if not names and not roles.reward_model:
-      return PendingScores(Scores(), rollout, seen_by_teacher)
+      return PendingScores(Scores(), rollout, readings)
     with self.timer('pack'):
-      batch = teacher_batch = self._placed(rollout)
-      if self.config.rl.privileged:
-        from jaxpost.rl import teachers
+      batch = self._placed(rollout)
+      read_batches = [batch]
+      if self.config.rl.privileged or self.config.distill.align == 'text':
+        from jaxpost.algorithms import teachers
 
-        seen_by_teacher = teachers.privileged_rollout(rollout, self.config, self.tokenizer)
-        teacher_batch = self._placed(seen_by_teacher)
+        readings = teachers.readings(rollout, roles.teachers, self.config, self.tokenizer)
+        read_batches = [self._placed(reading) for reading in readings]
     scores = {}
     with self.timer('score'):
       if {'old_logprobs', 'entropy'} & {*names} or ('values' in names and not roles.critic):
@@ -70,10 +72,8 @@ class Scorer:
         saved = ('entropy',) if self.config.log.rollouts_every else ()  # comes with log-probs, and launch.view shows it
         scores = {name: x for name, x in scores.items() if name in (*names, *saved)}
       if 'ref_logprobs' in names:  # for the KL term
-        scores['ref_logprobs'] = [teacher(teacher_batch).logprobs for teacher in roles.teachers]
-        if not roles.teachers:
-          assert roles.reference, 'see `Algorithm.needs`'
-          scores['ref_logprobs'] = roles.reference(teacher_batch).logprobs
+        readers: list[typing.Any] = [*roles.teachers] or [roles.reference]  # there is one, see `Algorithm.needs`
+        scores['ref_logprobs'] = [reader(x).logprobs for reader, x in zip(readers, itertools.cycle(read_batches))]
       if 'values' in names:
         values = roles.critic.score(batch).values if roles.critic else scores['values']
         # The value of a token is that of the state before it, the critic's output at the token to its left.
@@ -81,23 +81,23 @@ class Scorer:
       if roles.reward_model:
         scores['reward_model'] = roles.reward_model(batch).values
     self.timer.watch('score', scores)
-    return PendingScores(Scores(**scores), rollout, seen_by_teacher)
+    return PendingScores(Scores(**scores), rollout, readings)
 
   def fetch(self, pending: PendingScores) -> Scores:
     """Waits for the scores, and returns them unpacked from rows to [N, C] on the host."""
     if arrays := pending.scores.computed():
       with self.timer('score'):
         arrays = to_host(arrays)
+    readings = zip(itertools.cycle(pending.readings), arrays.pop('ref_logprobs', ()))
+    read = [batching.from_rows(reading, x, *self.shape) for reading, x in readings]
+    scores = {name: batching.from_rows(pending.rollout, x, *self.shape) for name, x in arrays.items()}
+    if read and self.roles.teachers:
+      from jaxpost.algorithms import teachers
 
-    def unpack(name, x):
-      if isinstance(x, list):
-        from jaxpost.rl import teachers
-
-        return teachers.combine([unpack(name, logprobs) for logprobs in x], pending.rollout, self.config)
-      packed = pending.seen_by_teacher if name == 'ref_logprobs' else pending.rollout
-      return batching.from_rows(packed, x, *self.shape)
-
-    return Scores(**{name: unpack(name, x) for name, x in arrays.items()})
+      scores |= teachers.scores(read, pending, self.roles.teachers, scores, self.config)
+    elif read:
+      scores['ref_logprobs'] = read[0]
+    return Scores(**scores)
 
   def _placed(self, rollout: Rollout) -> Batch:
     """Packs a whole rollout, and places it on the devices of the policy."""

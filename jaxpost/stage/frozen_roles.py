@@ -15,7 +15,7 @@ from jaxpost.models import model as model_lib
 from jaxpost.models.parameters import join
 from jaxpost.programs import score, write_pieces
 from jaxpost.roles import Frozen, place
-from jaxpost.stage import load_weights
+from jaxpost.stage import load_weights, weight_sources
 
 if TYPE_CHECKING:
   import numpy as np
@@ -69,6 +69,10 @@ def make_frozen(placed: PlacedStage, name: str, params: dict, workdir: epath.Pat
     from jaxpost.rl import process_rewards
 
     return process_rewards.StepJudge(**vars(role), tokenizer=placed.inputs.tokenizer)
+  if name.startswith('teacher_') and config.distill.align == 'text' and not (placed.distills or ledger.dry):
+    from jaxpost.algorithms import teacher_text
+
+    return teacher_text.make_text_teacher(role, placed, weight_sources.tokenizer_of(source, {}))
   return role
 
 

@@ -55,7 +55,7 @@ def prepare(
 
       demonstrations.check(tokenizer, rows, checks.READ_FIRST)
     if algorithm.on_policy and config.rl.privileged and not (config.data.streaming or config.train_on_rollouts):
-      from jaxpost.rl import teachers
+      from jaxpost.algorithms import teachers
 
       for index in range(min(len(data.stream), checks.READ_FIRST)):
         teachers.teacher_prompt(data.stream.prompt(index), config, tokenizer)

@@ -114,6 +114,6 @@ class DistillSection:
   top_k: int = option(
     0, 'Most probable tokens of the teacher, computed once and cached on disk; 0: the whole vocabulary.', lo=0
   )
-  align: str = option('tokens', 'text: teachers have tokenizers of their own (distill).', choices=('tokens', 'text'))
+  align: str = option('tokens', 'text: teachers have their own tokenizers (distill, opd).', choices=('tokens', 'text'))
   nll_coef: float = option(0.0, 'Weight of the cross entropy that is added.', lo=0.0)
   on_policy: float = option(1.0, "Fraction of steps on the student's own samples (gkd).", lo=0.0, hi=1.0)
