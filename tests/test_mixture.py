@@ -17,6 +17,7 @@ from jaxpost.algorithms import grpo
 from jaxpost.environments import turns
 from jaxpost.errors import InputError
 from jaxpost.monitor import metrics
+from jaxpost.planning import dry_run
 from jaxpost.programs import train as programs
 from jaxpost.rewards.groups import Graded, Group
 from jaxpost.rewards.pool import RewardPool
@@ -237,6 +238,28 @@ def test_a_source_without_the_column_of_its_reward_is_refused(folder, tmp_path):
     prepare.prepare_all(
       run_config(folder, tmp_path, rl=dict(sources=('sums?rewards=right+short', 'chat?rewards=short')))
     )
+
+
+@pytest.mark.parametrize(
+  'entries, over, message',
+  [
+    (('sums?rewards=wrong', 'chat'), {}, "sums: there is no reward 'wrong'"),
+    (('sums', 'chat?top_p=1.5'), {}, 'chat: top_p=1.5 is not from 0 to 1'),
+    (('sums', 'chat', 'third'), {}, 'has 3 entries for 2 sources'),
+    (('sums', 'chat?environment=none'), dict(reward='', environment='a:Shop'), 'chat: has no environment, and config'),
+    (('sums', 'chat'), dict(eval=dict(samples=1, data=dict(path='a + b + c'))), 'has 2 entries for 3 sources'),
+  ],
+)
+def test_a_plan_refuses_what_a_run_refuses(folder, tmp_path, entries, over, message):
+  raw = run_config(folder, tmp_path, rl=dict(sources=entries), **over)
+  with pytest.raises(InputError, match=f'config.rl.sources: .*{message}'):
+    dry_run.prepare_all(raw)
+
+
+def test_a_plan_takes_sources_that_a_run_takes(folder, tmp_path):
+  over = dict(samples=1, data=dict(path='one source for all entries'))
+  dry_run.prepare_all(run_config(folder, tmp_path, eval=over))
+  dry_run.prepare_all(tiny.merged(run_config(folder, tmp_path), dict(data=dict(path=''))))  # a plan needs no data
 
 
 def test_held_out_source_without_column_of_its_reward_is_refused(folder, tmp_path):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import types
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from etils import epath
 
@@ -111,6 +112,8 @@ def _made_up_data(inputs: Inputs) -> Data:
   if checks.samples(config, algorithm):
     sampling_inputs.check_model(config, inputs.model)
     sampling_inputs.check_sampling(config, algorithm.on_policy, rewards=False)
+    if config.rl.sources:
+      _check_sources(inputs)
   data = Data(stream=prompts) if algorithm.on_policy else _generated_rows(inputs)
   if not config.eval.data.path:
     return data
@@ -118,6 +121,21 @@ def _made_up_data(inputs: Inputs) -> Data:
   return dataclasses.replace(
     data, held_out=HeldOutData((), documents, (prompts.prompt(0),) if config.eval.samples else ())
   )
+
+
+def _check_sources(inputs: Inputs) -> None:
+  """Refuses errors in `config.rl.sources`; of the data of a run, a plan knows only how many sources there are."""
+  from jaxpost.rl import mixture
+
+  config = inputs.config
+  paths = {}  # {whether they are held out: the sources that are sampled from}
+  if inputs.algorithm.on_policy:
+    paths[False] = sources.split(config.data.path or config.rl.sources)  # a plan needs no data
+  if checks.samples_held_out(config):
+    paths[True] = sources.split(config.eval.data.path)
+  for held_out, names in paths.items():
+    rows: Any = types.SimpleNamespace(name=' + '.join(names), sizes=(1,) * len(names))
+    mixture.of_prompts(inputs, sampling_inputs.reward_names(config), rows, tools=None, held_out=held_out)
 
 
 def _generated_rows(inputs: Inputs) -> Data:
