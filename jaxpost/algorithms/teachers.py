@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxpost.data import prompts as prompts_lib
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, refuse
 from jaxpost.types import Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -88,6 +88,33 @@ def teacher_prompt(prompt: Prompt, config: Any, tokenizer: Tokenizer) -> Prompt:
       f'config.rollout.max_prompt_length={max_length}'
     )
   return prompt.replace(tokens=tokens, prompt=text)
+
+
+def of_source(key: str, text: str, config: Any) -> list[int]:
+  """Returns the positions in `config.distill.teachers` that the option `teachers` of a source of prompts names.
+
+  Args:
+    key: names the source, for errors.
+    text: positions joined by '+'.
+  """
+  teachers, weights = config.distill.teachers, config.distill.weights
+  refuse(
+    config.rl.kl_in != 'advantage' or not teachers,
+    f'{key}: teachers are those of algorithm=opd; name them in config.distill.teachers',
+  )
+  numbers = text.split('+')
+  for number in numbers:
+    refuse(
+      number not in map(str, range(len(teachers))) or numbers.count(number) > 1,
+      f'{key}: teachers={text!r} must be positions in config.distill.teachers, from 0 to {len(teachers) - 1}, '
+      'each once, joined by +',
+    )
+  positions = [int(number) for number in numbers]
+  refuse(
+    bool(weights) and not sum(weights[i] for i in positions),
+    f'{key}: config.distill.weights are 0 for teachers={text!r}; raise one of them',
+  )
+  return positions
 
 
 def weights(rollout: Rollout, config: Any) -> np.ndarray:

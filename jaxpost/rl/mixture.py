@@ -75,7 +75,9 @@ def parse(config: typing.Any, names: Sequence[str], rows: Rows | Chain, held_out
     options = _options(name, query)
     parsed.append({'name': name, 'rewards': _rewards(name, options, names), 'sampling': _sampling(name, options)})
     if 'teachers' in options:
-      parsed[-1]['teachers'] = _teachers(name, options['teachers'], config)
+      from jaxpost.algorithms import teachers
+
+      parsed[-1]['teachers'] = teachers.of_source(f'{_KEY}: {name}', options['teachers'], config)
     if config.environment or 'environment' in options:
       parsed[-1]['environment'] = _environment(name, options, environments)
     _check(parsed[-1], config)
@@ -115,27 +117,6 @@ def _rewards(name: str, options: dict[str, str], names: Sequence[str]) -> list[s
       f'{_KEY}: {name}: there is no reward {reward!r}; config.reward has {", ".join(names) or "no function"}',
     )
   return selected
-
-
-def _teachers(name: str, text: str, config: typing.Any) -> list[int]:
-  teachers, weights = config.distill.teachers, config.distill.weights
-  refuse(
-    config.rl.kl_in != 'advantage' or not teachers,
-    f'{_KEY}: {name}: teachers are those of algorithm=opd; name them in config.distill.teachers',
-  )
-  numbers = text.split('+')
-  for number in numbers:
-    refuse(
-      number not in map(str, range(len(teachers))) or numbers.count(number) > 1,
-      f'{_KEY}: {name}: teachers={text!r} must be positions in config.distill.teachers, from 0 to {len(teachers) - 1}, '
-      'each once, joined by +',
-    )
-  positions = [int(number) for number in numbers]
-  refuse(
-    bool(weights) and not sum(weights[i] for i in positions),
-    f'{_KEY}: {name}: config.distill.weights are 0 for teachers={text!r}; raise one of them',
-  )
-  return positions
 
 
 def _environment(name: str, options: dict[str, str], environments: Collection[str]) -> str:

@@ -46,10 +46,10 @@ def check_config(config: Config, algorithm: Algorithm) -> None:
     from jaxpost.stage import moving_reference
 
     moving_reference.check(config, algorithm)
-  refuse(
-    config.save.keep_best and not (config.eval.data.path and (config.eval.samples or not algorithm.on_policy)),
-    'config.save.keep_best: nothing is evaluated; set config.eval.data.path, and on-policy config.eval.samples, too',
-  )
+  if config.save.keep_best:
+    from jaxpost.stage import best_metric
+
+    best_metric.check(config, algorithm)
 
 
 def check_sections(stages: Collection[tuple[Algorithm, Config]]) -> None:
