@@ -147,8 +147,7 @@ def _backward(spec, dtype, result, layout, residuals, g):
   (x, w), (x_kind, w_kind) = residuals
   x_term, w_term, out = spec.replace('->', ',').split(',')
   g = g.astype(dtype)
-  # Batch letters stay separate dimensions: XLA:CPU contracts [b, t] pairs at
-  # full speed but not a flattened one.
+  # Batch letters stay separate dimensions: XLA:CPU contracts [b, t] pairs at full speed but not a flattened one.
   dx = einsum(f'{out},{w_term}->{x_term}', g, w, dtype, x_kind.dtype.name)
   dw = matrix_gradient(spec, x, g, dtype, layout)
   return dx.astype(x_kind.dtype), dw.astype(w_kind.dtype)

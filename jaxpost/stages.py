@@ -168,6 +168,7 @@ def _begin(
     if (workdir / start_lib.FILE).exists():
       from jaxpost.stage import resumed_run
 
+      resumed_run.remove_drafts(workdir)
       lines += resumed_run.changed_code(workdir, facts['files'])
     start_lib.keep(workdir, facts)
     for line in lines:

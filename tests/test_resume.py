@@ -16,6 +16,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -455,6 +456,28 @@ def test_changed_data_is_refused_before_compilation_and_changed_reward_warns(mod
   rewards.write_text(f'{REWARD}\n# stricter\n')
   run(longer, tmp_path / 'grpo')
   assert warning in capsys.readouterr().out.replace('\n', '')
+
+
+def test_drafts_of_killed_processes_are_removed_by_the_next_start(sft, tmp_path):
+  """A draft stays if its process lives, or if it is of another host, of which nothing is known."""
+  config, finished = sft
+  workdir = tmp_path / 'run'
+  shutil.copytree(finished, workdir)
+  (workdir / 'summary.json').unlink()
+  die = 'import os, signal, sys; from jaxpost.storage import object_store as s; '
+  die += 's.sync = lambda path: os.kill(os.getpid(), signal.SIGKILL); s.write(sys.argv[1], b"half")'
+  for name in ('config.json', 'checkpoints/sft/notes.json'):
+    assert subprocess.run([sys.executable, '-c', die, str(workdir / name)]).returncode == -signal.SIGKILL
+  drafts = [*workdir.rglob('.*.tmp')]
+  assert {draft.parent.name for draft in drafts} == {'run', 'sft'} and len(drafts) == 2
+  pid = re.fullmatch(r'.*\.(\d+)\.tmp', drafts[0].name)[1]
+  host = socket.gethostname()
+  others = [f'.config.json.elsewhere.{pid}.tmp', f'.config.json.{host}.{os.getppid()}.tmp', '.notes.tmp']
+  others.append(f'.config.json.x{host}.{pid}.tmp')
+  for name in others:
+    (workdir / name).write_text('')
+  run(config, workdir)
+  assert {path.name for path in workdir.rglob('.*.tmp')} == {*others}
 
 
 def test_signal_in_the_last_step_is_not_lost(sft, tmp_path):

@@ -36,8 +36,7 @@ class Experts:
   first_dense: int = 0  # leading layers with a dense MLP instead of experts
   sigmoid: bool = False  # the router's scores are sigmoids (DeepSeek-V3) instead of a softmax
   choice_bias: bool = False  # a bias per expert that counts in the choice only
-  # Experts are chosen from the best `top_groups` of `groups`, and their weights
-  # are multiplied by `scale`.
+  # Experts are chosen from the best `top_groups` of `groups`, and their weights are multiplied by `scale`.
   groups: int = 1
   top_groups: int = 1
   scale: float = 1.0

@@ -1,8 +1,11 @@
-"""Compares the config, models, data and code of a resumed run with those that it began with."""
+"""Compares the config, models, data and code of a resumed run with those that it began with, and removes drafts."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
+import socket
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +16,7 @@ from jaxpost.monitor import start
 from jaxpost.monitor.metrics import read_growing
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import load_weights
+from jaxpost.storage import object_store
 from jaxpost.storage.manifest import finished_steps
 
 if TYPE_CHECKING:
@@ -109,3 +113,16 @@ def changed_code(workdir: epath.Path, files: Mapping[str, str]) -> list[str]:
     for path, digest in files.items()
     if old_files.get(path, digest) != digest
   ]
+
+
+def remove_drafts(workdir: epath.Path) -> None:
+  """Removes the drafts of files (`object_store.write`) that processes of this host left in the folder as they died."""
+  pattern = re.compile(rf'\..+\.{re.escape(socket.gethostname())}\.(\d+)\.tmp')
+  for parent, _, names in [] if object_store.is_remote(workdir) else os.walk(workdir):
+    for match in filter(None, map(pattern.fullmatch, names)):
+      try:
+        os.kill(int(match[1]), 0)  # sends nothing
+      except ProcessLookupError:
+        os.unlink(os.path.join(parent, match[0]))
+      except OSError:  # the process is alive, and of another user
+        pass
