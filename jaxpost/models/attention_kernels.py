@@ -3,8 +3,7 @@
 Legend: B rows, T tokens (t of a part), H heads, K kv heads, h head size, hv
 that of values, n parts of a row.
 
-`REFUSALS` says what each kernel does not support. `layers.attention` is the
-only caller.
+`REFUSALS` says what each kernel does not support. `layers.attention` is the only caller.
 """
 
 from __future__ import annotations
@@ -185,8 +184,7 @@ def splash(
 ) -> jax.Array:
   """Runs the sparse flash attention of `jax.experimental.pallas.ops.tpu`.
 
-  Blocks that the causal mask or the window hides are skipped; those that are
-  hidden by document boundaries are not.
+  Blocks that the causal mask or the window hides are skipped; those that are hidden by document boundaries are not.
 
   Args:
     q: [B, t, H, h], scaled; k: [B, T, K, h]; v: [B, T, K, hv].

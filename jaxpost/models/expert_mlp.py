@@ -4,11 +4,9 @@ Legend: N tokens of the device, D hidden size, F size of an expert, e experts of
 the device, k experts of a token, M rows (a token counts once for each of its
 experts here).
 
-Rows are sorted by expert, and `grouped.grouped` multiplies each run of them by
-its matrices. With expert parallelism the number of rows of a device is known
-only at run time; `_in_rounds` processes them in as many rounds of a fixed number
-of rows as it takes, so that no token is dropped and no memory is reserved for
-the worst case.
+Rows are sorted by expert, and `grouped.grouped` multiplies each run of them by its matrices. With expert parallelism
+the number of rows of a device is known only at run time; `_in_rounds` processes them in as many rounds of a fixed
+number of rows as it takes, so that no token is dropped and no memory is reserved for the worst case.
 """
 
 from __future__ import annotations
@@ -141,8 +139,7 @@ _permute.defvjp(_permute_forward, _permute_backward)
 def _in_rounds(p, x, weights, order, expert, cfg, compute, room):
   """`apply_experts` in rounds of `room` rows.
 
-  The backward pass recomputes each round, so that memory does not grow with
-  the number of rounds.
+  The backward pass recomputes each round, so that memory does not grow with the number of rounds.
 
   Args:
     order: [M] int32, indices of the rows in [N k], sorted by expert, those of

@@ -3,10 +3,9 @@
 Legend: B rows, T tokens, D hidden size, H heads, h head size (of which the
 last d entries are rotated), hv that of values, r rank of the latents, S slots.
 
-Keys and values of all heads are projections of one latent of r numbers per
-token; a key also has a rotated part of d numbers, which all heads share. Training
-computes both. A cache stores the latent and the rotated part, r + d numbers per token,
-and decoding projects queries into the latent space instead ("absorbed" matrices).
+Keys and values of all heads are projections of one latent of r numbers per token; a key also has a rotated part of d
+numbers, which all heads share. Training computes both. A cache stores the latent and the rotated part, r + d numbers
+per token, and decoding projects queries into the latent space instead ("absorbed" matrices).
 """
 
 import dataclasses

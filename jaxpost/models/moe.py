@@ -3,11 +3,9 @@
 Legend: B rows, T tokens, N tokens in all, D hidden size, F size of an expert,
 E experts, k of them for a token, L layers.
 
-`mlp` is the layer. It shards over the mesh and calls `_mlp_on_device`, which
-routes (`routing.py`), dispatches tokens to the devices of their experts
-(`expert_parallel.py`), applies the experts (`expert_mlp.py`) and combines.
-Nothing is dropped and nothing is padded to a capacity. `param_rows` declares
-the parameters.
+`mlp` is the layer. It shards over the mesh and calls `_mlp_on_device`, which routes (`routing.py`), dispatches tokens
+to the devices of their experts (`expert_parallel.py`), applies the experts (`expert_mlp.py`) and combines. Nothing is
+dropped and nothing is padded to a capacity. `param_rows` declares the parameters.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Sampling from the trainer's frozen weights, without a copy.
 
-A sampler usually has a copy with one array per layer, merged adapters and fused
-matrices, which is faster. Here a frozen base is in memory once: one layer at a time,
-decoding slices the stacked matrices of training, dequantizes them if they are
-quantized, and adds the adapters as separate products.
+A sampler usually has a copy with one array per layer, merged adapters and fused matrices, which is faster. Here a
+frozen base is in memory once: one layer at a time, decoding slices the stacked matrices of training, dequantizes them
+if they are quantized, and adds the adapters as separate products.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ def _layer(stack: dict, i: int, x: jax.Array) -> dict:
 class SharedWeights:
   """Makes a sampler's weights: frozen leaves are shared, trained ones copied.
 
-  A frozen leaf that the sampler's layout shards differently is copied, too. The
-  methods are those of `reshard.Reshard`.
+  A frozen leaf that the sampler's layout shards differently is copied, too. The methods are those of `reshard.Reshard`.
   """
 
   def __init__(self, model: Model, layout: Layout):
