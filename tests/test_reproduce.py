@@ -205,6 +205,18 @@ def test_rollouts_that_do_not_fit_are_refused(config, run, tmp_path, over, words
     assert not (tmp_path / 'run').exists()
 
 
+def test_a_gap_in_the_stored_rollouts_is_refused_before_the_first_step(config, run, tmp_path):
+  shutil.copytree(run / 'rollouts', tmp_path / 'from/rollouts')
+  (tmp_path / 'from/rollouts/grpo/3.npz').unlink()
+  again = tiny.merged(config, dict(train_on_rollouts=str(tmp_path / 'from')))
+  with pytest.raises(
+    InputError, match=r'/3\.npz: is missing; a run saves all rollouts with config.log.rollouts_every=1'
+  ):
+    jaxpost.run(again, tmp_path / 'run')
+  assert not (tmp_path / 'run').exists()
+  jaxpost.run(tiny.merged(again, dict(train=dict(steps=2))), tmp_path / 'run')  # which reads steps 1 and 2 only
+
+
 def test_file_that_is_no_rollout_is_refused(tmp_path):
   path = tmp_path / '1.npz'
   path.write_bytes(b'PK nothing')

@@ -112,6 +112,13 @@ class RecordedSampler:
     self.rewards = rewards
     self.temperature = temperature
 
+  def check(self, steps: int) -> None:
+    """Raises InputError unless each of the steps has a file, and the first and the last can be read."""
+    present = {path.name for path in self.folder.glob('*.npz')}
+    missing = [step for step in range(1, steps + 1) if f'{step}.npz' not in present]
+    for step in (1, steps, *missing):
+      load(self.folder / f'{step}.npz')
+
   def __call__(
     self,
     prompts: Sequence[Prompt],

@@ -64,8 +64,7 @@ def prepare(
       from jaxpost.rollout import rollout_files
 
       recorded = rollout_files.RecordedSampler(config.train_on_rollouts, inputs.name, rewards=not config.reward)
-      for step in (1, inputs.config.train.steps):
-        rollout_files.load(recorded.folder / f'{step}.npz')
+      recorded.check(inputs.config.train.steps)
     rewards = start_rewards(config, sampled_rows) if config.rewards_tuple() else None
     undo.pop_all()
   return PreparedStage(inputs, data, Workers(rewards, environment))
