@@ -258,7 +258,7 @@ def test_student_learns_from_a_teacher_with_another_tokenizer(student, teacher, 
     (dict(distill=dict(temperature=2.0)), 'config.distill.temperature'),
     (dict(distill=dict(top_k=300)), '300 of 259 tokens'),
     (dict(), 'has no tokenizer of its own'),
-    (dict(algorithm='gkd', distill=dict(top_k=0), train=dict(row_length=0)), 'config.distill.align: gkd compares'),
+    (dict(algorithm='gkd', distill=dict(top_k=0), train=dict(row_length=0)), 'config.distill.align: gkd reads'),
   ],
 )
 def test_incompatible_alignment_options_are_refused(student, over, message):

@@ -267,7 +267,7 @@ def test_a_run_resumes_bit_for_bit(learners, tmp_path):
     (dict(rl=dict(kl_in='loss')), 'config.rl.kl_in: loss compares tokens'),
     (dict(environment='x'), 'config.distill.align: text goes with neither'),
     (dict(distill=dict(top_k=5)), 'config.distill.top_k: opd would ignore it'),
-    (dict(algorithm='gkd'), 'config.distill.align: gkd compares .* use algorithm=opd'),
+    (dict(algorithm='gkd'), 'config.distill.align: gkd reads .* use algorithm=opd'),
   ],
 )
 def test_options_that_do_not_go_with_texts_are_refused(over, message):

@@ -201,8 +201,8 @@ def check_on_policy(config: Config) -> None:
   options = config.distill
   refuse(
     options.align == 'text',
-    "config.distill.align: gkd compares the distributions of single tokens at the student's tokens, where a teacher "
-    'with another tokenizer has none; use algorithm=opd, which compares texts, or algorithm=distill on data',
+    "config.distill.align: gkd reads the distributions of its teachers at the student's tokens, so it needs one "
+    'tokenizer; use algorithm=opd, which compares the texts of samples, or algorithm=distill on data',
   )
   refuse(
     options.top_k > 0,

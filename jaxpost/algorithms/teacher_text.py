@@ -190,16 +190,19 @@ class TextTeacher(Frozen):
       old_logprobs: [N, C] of the student.
     """
     out, aligned = np.array(old_logprobs, np.float64), np.zeros(old_logprobs.shape, np.float32)
-    for n, (length, their_length) in enumerate(zip(rollout.lengths, reading.lengths)):
+    for n, lengths in enumerate(zip(rollout.lengths, reading.lengths)):
       mine, theirs = (
-        Example(x.completions[n, :size], np.ones(size, bool))
-        for x, size in ((rollout, length), (reading, their_length))
+        Example(side.completions[n, :length], np.ones(length, bool))
+        for side, length in zip((rollout, reading), lengths, strict=True)
       )
-      for span in text_alignment.spans(mine, theirs, self.texts):
-        tokens, their_tokens = (slice(*part) for part in span)
-        ratio = logprobs[n, their_tokens].sum(dtype=np.float64) - out[n, tokens].sum()
-        out[n, tokens] += ratio / (tokens.stop - tokens.start)
-        aligned[n, tokens] = 1
+      spans = np.array([*text_alignment.spans(mine, theirs, self.texts)]).reshape(-1, 2, 2)  # side, start or stop
+      if not len(spans):
+        continue
+      sizes = spans[:, 0, 1] - spans[:, 0, 0]
+      ratios = _sums(logprobs[n], spans[:, 1]) - _sums(out[n], spans[:, 0])
+      tokens = slice(spans[0, 0, 0], spans[-1, 0, 1])
+      out[n, tokens] += np.repeat(ratios / sizes, sizes)
+      aligned[n, tokens] = 1
     return out.astype(np.float32), aligned
 
 
@@ -239,3 +242,8 @@ def _unread(values: np.ndarray, read: np.ndarray) -> np.ndarray:
   out = np.zeros((len(read), *values.shape[1:]), values.dtype)
   out[read] = values
   return out
+
+
+def _sums(values: np.ndarray, ranges: np.ndarray) -> np.ndarray:
+  """Returns the sums of values in half-open ranges [n, 2], each of which begins where the one before ends."""
+  return np.add.reduceat(values[: ranges[-1, 1]].astype(np.float64), ranges[:, 0])
