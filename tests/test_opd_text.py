@@ -13,6 +13,7 @@ from test_distill_text import MERGES, save_tokenizer
 
 import jaxpost
 from jaxpost import stages
+from jaxpost.algorithms import teacher_text
 from jaxpost.data import tokenizer
 from jaxpost.errors import InputError
 from jaxpost.formats import hf
@@ -21,6 +22,7 @@ from jaxpost.monitor import metrics
 from jaxpost.planning import aot, dry_run, machines, roofline
 from jaxpost.stage import algorithms
 from jaxpost.stage import config as config_lib
+from jaxpost.types import Prompt, Rollout
 
 QUIET = runs.QUIET
 
@@ -156,6 +158,37 @@ def test_the_log_ratios_of_a_span_sum_to_that_of_its_text(student, other, tmp_pa
   assert len(kinds) == 4 and item.info['aligned'] == 1
   advantages = 0.5 * (experience.arrays['ref_logprobs'] - experience.arrays['old_logprobs']) * experience.mask
   np.testing.assert_allclose(item.credit.arrays['advantages'], advantages, rtol=1e-5, atol=1e-6)
+
+
+def test_added_tokens_are_read_as_text_and_special_tokens_end_what_is_read(other, tmp_path):
+  """<think> is text to both models, though decoding hides it; an id without a token, and <|im_start|>, are no text."""
+  bytes_ = tokenizer.load('bytes')
+  bytes_.save(tmp_path)
+  path = tmp_path / 'tokenizer_config.json'
+  saved = json.loads((tmp_path / 'tokenizer.json').read_text())
+  saved['added_tokens'].append(dict(saved['added_tokens'][0], id=259, content='<think>', special=True))
+  (tmp_path / 'tokenizer.json').write_text(json.dumps(saved))
+  decoder = json.loads(path.read_text())
+  think = dict(content='<think>', lstrip=False, normalized=False, rstrip=False, single_word=False, special=False)
+  decoder['added_tokens_decoder'] = {'259': think} | decoder.get('added_tokens_decoder', {})
+  path.write_text(json.dumps(decoder))
+  own = tokenizer.load(tmp_path)
+  ids = own.encode('<think>12')
+  assert ids == [259, 49, 50] and own.decode(ids) == '12'
+  teacher = teacher_text.TextTeacher(
+    None, None, None, None, tokenizer=tokenizer.load(other), student_tokenizer=own, room=99
+  )
+  # A model may have more ids than its tokenizer has tokens.
+  completions = np.array([[*ids, 300], [49, 257, 50, 258]], np.int32)
+  zeros = np.zeros(completions.shape, np.float32)
+  prompts = (Prompt(0, np.array([65], np.int32), 'A', {}),)
+  rollout = Rollout(prompts, completions, np.array([4, 4]), zeros, zeros, finished=np.array([False, True]))
+  reading = teacher.reading(rollout)
+  texts = [teacher.tokenizer.decode(x[:size]) for x, size in zip(reading.completions, reading.lengths)]
+  assert texts == ['<think>12', '1'] and reading.lengths[1] == 1  # without the end of the turn
+  logprobs, aligned = teacher.align(rollout, reading, np.full(reading.completions.shape, -1.0, np.float32), zeros)
+  np.testing.assert_allclose(logprobs, [[-7, -0.5, -0.5, 0], [-1, 0, 0, 0]], rtol=1e-6)
+  assert aligned.tolist() == [[1, 1, 1, 0], [1, 0, 0, 0]]
 
 
 def test_tokens_without_a_teacher_get_no_signal(student, other, tmp_path):

@@ -65,6 +65,10 @@ class Bytes:
         texts[i] = to_bytes(token)
     return cls(texts, special, frozenset(tokenizer.stop_ids))
 
+  def pieces(self, ids: Sequence[int]) -> list[bytes]:
+    """Returns the text of each token: b'' for a special token, and for an id of the model without a token."""
+    return [i < len(self.texts) and self.texts[i] or b'' for i in ids]
+
 
 @functools.cache
 def _letters() -> dict[str, int]:
@@ -149,7 +153,7 @@ def spans(mine: Example, theirs: Example, texts: tuple[Bytes, Bytes]) -> Iterato
 def _pieces(ids: list[int], tokens: Bytes) -> tuple[list[bytes], bool]:
   """Returns (the text of each token of a run without its stop token, whether it has one)."""
   stops = bool(ids) and ids[-1] in tokens.stop_ids
-  return [tokens.texts[i] or b'' for i in (ids[:-1] if stops else ids)], stops
+  return tokens.pieces(ids[:-1] if stops else ids), stops
 
 
 def _span(pair: Sequence[tuple[int, int]], begin: tuple[int, int], end: tuple[int, int]) -> Span:
