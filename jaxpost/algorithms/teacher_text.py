@@ -27,7 +27,7 @@ if TYPE_CHECKING:
   from jaxpost.data.sources import Rows
   from jaxpost.data.tokenizer import Tokenizer
 
-_READ_FIRST = 100  # prompts that are rendered before the first step
+_READ_FIRST = 20_000  # prompts that a teacher reads before the first step, as many as `stage.checks.READ_FIRST`
 
 
 @dataclasses.dataclass
