@@ -113,8 +113,7 @@ _product.defvjp(_forward, _backward)
 def _materialize_after(x, w):
   """Returns w behind a barrier, so that it is not dequantized before x exists.
 
-  XLA would hoist dequantization out of loops over micro-batches and tokens, and
-  keep all matrices dequantized at once.
+  XLA would hoist dequantization out of loops over micro-batches and tokens, and keep all matrices dequantized at once.
   """
   return jax.lax.optimization_barrier((x, w))[1]
 

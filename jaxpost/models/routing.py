@@ -74,9 +74,8 @@ def totals(routing: Routing, real: jax.Array) -> dict[str, jax.Array]:
   """Sums routing statistics over the real tokens [B, T]; micro-batches add up.
 
   Returns:
-    {'tokens': [], 'load', 'probs': [L, E], 'squares', 'entropy': [L]}: the number
-    of tokens; the tokens of each expert; the sums of router probabilities, of
-    squared log-normalizers and of router entropies (nats).
+    {'tokens': [], 'load', 'probs': [L, E], 'squares', 'entropy': [L]}: the number of tokens; the tokens of each expert;
+      the sums of router probabilities, of squared log-normalizers and of router entropies (nats).
   """
   real = real.astype(jnp.float32)
   logp = jax.nn.log_softmax(routing.logits, axis=-1)
@@ -102,9 +101,8 @@ def balance_loss(sums: dict, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     E sum_e f_e P_e   (Fedus et al., arXiv:2101.03961, eq. 4 to 6), and
     mean of (log sum_e exp logit_e)^2   (Zoph et al., arXiv:2202.08906, eq. 5),
 
-  where P_e is the mean probability of an expert and f_e the share of tokens
-  that chose it: k for all experts together, so that perfect balance gives k,
-  as in `transformers` (which takes the mean over layers before the product).
+  where P_e is the mean probability of an expert and f_e the share of tokens that chose it: k for all experts together,
+  so that perfect balance gives k, as in `transformers` (which takes the mean over layers before the product).
 
   Losses of micro-batches add up to the loss of the batch: P_e, which has the
   gradient, and the z loss are divided by `tokens`, the number of real tokens of the

@@ -1,7 +1,6 @@
 """The decoder: its parameter table, one layer, and `forward` over packed rows (training, scoring).
 
-Legend: B rows, T tokens, D hidden size, V padded vocabulary, L layers,
-H heads, K kv heads, h head size, F MLP size.
+Legend: B rows, T tokens, D hidden size, V padded vocabulary, L layers, H heads, K kv heads, h head size, F MLP size.
 
 The sampler's passes in `decoding.py` run the same layers with attention over a cache.
 """
