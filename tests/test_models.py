@@ -54,15 +54,15 @@ def test_cached_decode_equals_full_forward(model, params):
   for i in range(20 - 9):
     if i % block == 0:
       if i:
-        cache = extend(cache, recent, position - block, i == block)
+        cache = extend(cache, recent, position - block, 'cpu' if i == block else 'gpu')
       recent = jax.tree.map(lambda x: jnp.full((*x.shape[:2], block, x.shape[3]), 1e3), cache)
     recent, x = decode(weights, cache, recent, ids[rows, position], position - i % block, i % block)
     assert_close(x, full[rows, position], 1e-5)
     position += 1
 
 
-@pytest.mark.parametrize('one_by_one', [True, False])
-def test_extend_writes_new_entries_and_nothing_else(one_by_one):
+@pytest.mark.parametrize('platform', ['cpu', 'gpu'])
+def test_extend_writes_new_entries_and_nothing_else(platform):
   """The cache has rows, or pages of 4 entries, of which the second slot has only two."""
   random = np.random.RandomState(0)
 
@@ -73,12 +73,12 @@ def test_extend_writes_new_entries_and_nothing_else(one_by_one):
   rows = Cache((new(3, 3, 16, 7),), (new(3, 3, 16, 7),))
   table = np.array([[4, 1, 6, 8], [3, 2, 0, 0]], np.int32)
   pool = Cache((new(9, 3, 4, 7),), (new(9, 3, 4, 7),))
-  out = jax.jit(cache_storage.extend, static_argnums=3)(rows, recent, filled, one_by_one)
+  out = jax.jit(cache_storage.extend, static_argnums=3)(rows, recent, filled, platform)
   expected = np.array(rows.k[0])
   for s, n in enumerate(filled):
     expected[s, :, n : n + 5] = recent.k[0][s]
   np.testing.assert_array_equal(out.k[0], expected)
-  out = jax.jit(pages.extend, static_argnums=4)(pool, table, recent, filled, one_by_one)
+  out = jax.jit(pages.extend, static_argnums=4)(pool, table, recent, filled, platform)
   expected = np.array(pool.v[0])
   for s, n in enumerate(filled):
     for t in range(n, n + 5):

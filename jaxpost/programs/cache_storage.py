@@ -51,16 +51,16 @@ def first_entries(cache: Cache, rows: int, read: int) -> Cache:
   return view(jax.tree.map(lambda x: x[:rows, :, :read], cache) if read else cache)
 
 
-def append(cache: Cache, table: jax.Array | None, recent: Cache, filled: jax.Array, one_by_one: bool) -> Cache:
+def append(cache: Cache, table: jax.Array | None, recent: Cache, filled: jax.Array, platform: str) -> Cache:
   """Appends the entries of a block to the cache, in pages if there is a table, and replaces states; see `extend`."""
-  entries, states = stored(recent.replace(experts=(), states=())), cache.states
+  entries, states = stored(recent.replace(experts=(), states=()), platform), cache.states
   cache = cache.replace(states=())
   if table is None:
-    cache = extend(cache, entries, filled, one_by_one)
+    cache = extend(cache, entries, filled, platform)
   else:
     from jaxpost.programs import pages
 
-    cache = pages.extend(cache, table, entries, filled, one_by_one)
+    cache = pages.extend(cache, table, entries, filled, platform)
   return cache.replace(states=replace_first(states, recent.states))
 
 
@@ -69,9 +69,9 @@ def replace_first(old: Any, new: Any) -> Any:
   return jax.tree.map(lambda old, new: old.at[: len(new)].set(new) if len(new) < len(old) else new, old, new)
 
 
-def stored(cache: Cache) -> Cache:
-  """Returns the cache as it is stored: bfloat16 as integers, which XLA:CPU updates in place."""
-  return jax.tree.map(as_bits, cache)
+def stored(cache: Cache, platform: str) -> Cache:
+  """Returns the cache as it is stored: on CPUs by `as_bits`. On TPUs the conversion would copy all of it."""
+  return jax.tree.map(as_bits, cache) if platform == 'cpu' else cache
 
 
 def view(cache: Cache) -> Cache:
@@ -85,7 +85,7 @@ def where(new: jax.Array, value: jax.Array, old: jax.Array) -> jax.Array:
   return jnp.where(mask, value, old).astype(old.dtype)
 
 
-def extend(cache: Cache, recent: Cache, filled: jax.Array, one_by_one: bool) -> Cache:
+def extend(cache: Cache, recent: Cache, filled: jax.Array, platform: str) -> Cache:
   """Appends `recent` to the filled part of the first slots of the cache, in place.
 
   Entries past the end, which only finished slots have, overwrite the last ones of their slot or are dropped.
@@ -94,17 +94,17 @@ def extend(cache: Cache, recent: Cache, filled: jax.Array, one_by_one: bool) -> 
     cache: L x [S', K, length, h].
     recent: L x [S, K, T, h].
     filled: [S], number of valid entries.
-    one_by_one: write slot by slot instead of by a scatter, which copies the cache on CPU and changes its layout on TPU.
+    platform: on GPUs a scatter writes; on CPUs it would copy the cache, and on TPUs change its layout.
   """
   rows, _, steps, _ = recent.k[0].shape
-  if not one_by_one:
+  if platform == 'gpu':
     row, entry = jnp.arange(rows)[:, None], filled[:, None] + jnp.arange(steps)
     return jax.tree.map(lambda old, new: old.at[row, :, entry].set(new.swapaxes(1, 2), mode='drop'), cache, recent)
 
   def write(s, cache):
+    # XLA:TPU (jax 0.10) fails to compile this loop, with an internal error, where it merges slice and update.
+    entries = jax.lax.optimization_barrier(jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, s, 1), recent))
     place = (s, 0, filled[s], 0)
-    return jax.tree.map(
-      lambda old, new: jax.lax.dynamic_update_slice(old, jax.lax.dynamic_slice_in_dim(new, s, 1), place), cache, recent
-    )
+    return jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice(old, new, place), cache, entries)
 
   return jax.lax.fori_loop(0, rows, write, cache)

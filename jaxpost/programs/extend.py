@@ -81,7 +81,7 @@ def make_extend(model: Model, read: int, layout: Layout, compute: Compute, ledge
       constrain=layout,
     )
     last = jnp.maximum(more.lengths - 1, 0)[:, None, None]
-    return cache_storage.stored(recent), jnp.take_along_axis(hidden, last, axis=1)[:, 0]
+    return cache_storage.stored(recent, compute.platform), jnp.take_along_axis(hidden, last, axis=1)[:, 0]
 
   def extend(weights, state, entry, more, run_key, step, table=None):
     new = (entry.source >= 0) & (more.lengths > 0)

@@ -112,7 +112,7 @@ def empty_state(
     num_stateful = sum(stack in STATEFUL for stack in cfg.layer_stacks)
     # Recurrent states decay slowly; rounding them to bfloat16 each step would erase small contributions.
     states = tuple(tuple(jnp.zeros((slots, *shape)) for shape in cfg.state_shapes) for _ in range(num_stateful))
-    return cache_storage.stored(Cache(keys, values[0] if values else (), states=states))
+    return cache_storage.stored(Cache(keys, values[0] if values else (), states=states), compute.platform)
 
   def init():
     return DecodeState(
@@ -143,7 +143,7 @@ def make_prefill(model: Model, layout: Layout, compute: Compute, ledger: Ledger)
 
   def prefill(weights, tokens, lengths):
     cache, hidden = model.prefill(weights, tokens, lengths, compute=compute, constrain=layout)
-    return Prefilled(cache_storage.stored(cache.replace(experts=())), hidden, lengths, cache.experts)
+    return Prefilled(cache_storage.stored(cache.replace(experts=()), compute.platform), hidden, lengths, cache.experts)
 
   def flops(weights, tokens, lengths):
     del weights, lengths
@@ -333,8 +333,8 @@ def with_first_slots(
 ) -> DecodeState:
   """Returns the state with the first slots replaced by `slots`, and `recent` appended to their caches."""
   all_slots = cache_storage.replace_first(state.replace(cache=None), slots)
-  filled, by_slot = state.positions[: len(slots.positions)], compute.platform != 'gpu'
-  return all_slots.replace(cache=cache_storage.append(state.cache, table, recent, filled, by_slot))
+  filled = state.positions[: len(slots.positions)]
+  return all_slots.replace(cache=cache_storage.append(state.cache, table, recent, filled, compute.platform))
 
 
 def draw(

@@ -28,7 +28,7 @@ def put(pool: Cache, rows: Cache, copies: jax.Array) -> Cache:
   return jax.lax.fori_loop(0, jnp.sum(copies[:, 0] >= 0), write, pool)
 
 
-def extend(pool: Cache, table: jax.Array, recent: Cache, filled: jax.Array, one_by_one: bool) -> Cache:
+def extend(pool: Cache, table: jax.Array, recent: Cache, filled: jax.Array, platform: str) -> Cache:
   """Appends `recent` to the filled part of slots, in place; entries past the end go to the last page of their slot.
 
   Args:
@@ -36,14 +36,14 @@ def extend(pool: Cache, table: jax.Array, recent: Cache, filled: jax.Array, one_
     table: [S, n], pages of each slot.
     recent: L x [S, K, T, h].
     filled: [S], number of valid entries.
-    one_by_one: write entry by entry instead of by a scatter, see `cache_storage.extend`.
+    platform: on GPUs a scatter writes, see `cache_storage.extend`; elsewhere entry by entry.
   """
   rows, _, steps, _ = recent.k[0].shape
   size = pool.k[0].shape[2]
   entry = filled[:, None] + jnp.arange(steps)
   page = table[jnp.arange(rows)[:, None], jnp.minimum(entry // size, table.shape[1] - 1)]
   entry = entry % size
-  if not one_by_one:
+  if platform == 'gpu':
     return jax.tree.map(lambda old, new: old.at[page, :, entry].set(new.swapaxes(1, 2), mode='drop'), pool, recent)
 
   def write(i, pool):
