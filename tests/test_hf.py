@@ -139,7 +139,6 @@ CHANGES = [
   ('llama', dict(rms_norm_eps=1e-6)),
   ('llama', dict(hidden_act='gelu')),
   ('qwen3', dict(use_sliding_window=True, sliding_window=8, layer_types=['full_attention', 'sliding_attention'])),
-  ('llama', dict(tie_word_embeddings=True)),
   ('llama', SPLIT | dict(head_dim=4)),
   ('llama3_rope', llama3_rope(rope_theta=5100.0)),
   ('llama3_rope', llama3_rope(factor=9.0)),
@@ -166,6 +165,7 @@ REFUSED = [
       dict(attention_bias=True),
     )
   ],
+  ('llama', dict(tie_word_embeddings=True)),
   ('llama3_rope', dict(tie_word_embeddings=False)),
   ('llama3_rope', llama3_rope(rope_type='ntk')),
   ('qwen3', dict(model_type='llama')),
@@ -415,6 +415,17 @@ def test_harmless_extra_tensors_pass(export):
   put(export, 'lm_head.weight', embed[:-1])
   with pytest.raises(InputError, match='lm_head'):
     hf.check(export, hf.read_config(export))
+
+
+def test_head_that_differs_from_a_tied_embedding_is_refused(export):
+  """transformers would not tie the two, and servers would drop the head: the weights and config.json disagree."""
+  head = tensors(export)['model.embed_tokens.weight'].copy()
+  head[-1] += 1
+  put(export, 'lm_head.weight', head)
+  with pytest.raises(InputError, match='lm_head.weight.*tie_word_embeddings to false'):
+    hf.check(export, hf.read_config(export))
+  judge = dataclasses.replace(hf.read_config(export), num_labels=1)  # a reward model reads no head
+  hf.check(export, judge, {p: s for p, s in model_lib.build(judge).table.items() if p != 'score'})
 
 
 CONFIGS = {

@@ -50,7 +50,7 @@ def read_config(folder: epath.PathLike, text_only: bool = False) -> ModelConfig:
 def check(folder: epath.PathLike, cfg: ModelConfig, rows: dict[str, Param] | None = None) -> None:
   """Raises InputError unless the weights are exactly those of `cfg`.
 
-  Reads headers only.
+  Reads headers, and of a head beside a tied embedding some rows.
   """
   with contextlib.ExitStack() as stack:
     _open(model_folder.opened(folder), tensor_layout.table(cfg, rows), cfg, stack)
@@ -118,9 +118,16 @@ def _open(folder: Path, table: dict[str, Stored], cfg: ModelConfig, stack: conte
   return {name: tensors[name][1] for name in shapes}
 
 
+def same_values(a: Any, b: Any) -> bool:
+  """Returns True if two tensors have the same shape, and the same values in every 64th row and the last one."""
+  shape = a.get_shape()
+  rows = {*range(0, shape[0], 64), shape[0] - 1}
+  return shape == b.get_shape() and all(np.array_equal(a[i : i + 1, :], b[i : i + 1, :]) for i in rows)
+
+
 def _check_extra(folder: Path, tensors: dict, shapes: dict, cfg: ModelConfig) -> None:
   """Raises InputError for tensors that are not part of the model, except those known to be unused."""
-  embedding_shape = shapes.get('model.embed_tokens.weight')
+  _, embedding = tensors[next(iter(shapes))]  # the first row of the table
   extra_layers, family = 0, families.of_model(cfg.family)
   if family.extra_layers:
     extra_layers = object_store.read_json(folder / 'config.json').get('num_nextn_predict_layers') or 0
@@ -131,14 +138,15 @@ def _check_extra(folder: Path, tensors: dict, shapes: dict, cfg: ModelConfig) ->
     and not name.endswith('rotary_emb.inv_freq')
     and not (family.unused and re.fullmatch(family.unused, name))
     and not is_predictor(name, cfg, extra_layers)
-    and not (name == _HEAD and tuple(tensor.get_shape()) == embedding_shape)
+    and not (name == _HEAD and (cfg.num_labels or same_values(tensor, embedding)))
   ]
   if extra:
     file, tensor = tensors[extra[0]]
+    hint = ' (or set tie_word_embeddings to false in config.json)' if extra[0] == _HEAD else ''
     raise InputError(
       f'{file}: tensor {extra[0]} {list(tensor.get_shape())} and {len(extra) - 1} more '
       f'have no place in a {cfg.family} model of {cfg.num_layers} layers; '
-      'config.json and weights are of different models'
+      f'config.json and weights are of different models{hint}'
     )
 
 

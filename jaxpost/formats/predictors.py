@@ -11,8 +11,6 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import numpy as np
-
 from jaxpost.errors import InputError
 from jaxpost.formats import families, hf, model_folder, multimodal, tensor_layout
 from jaxpost.formats.tensor_layout import Stored
@@ -63,7 +61,7 @@ def with_module(cfg: ModelConfig, folder: model_folder.Path | None, key: str) ->
       )
     for copy, path in _copies(table, cfg).items():
       name = table[path].names[0]
-      if copy in tensors and not _equal(tensors[copy], tensors[name]):
+      if copy in tensors and not hf.same_values(tensors[copy], tensors[name]):
         raise InputError(
           f'{key}: {folder}: {copy} is another tensor than {name}, and a module with tables of its own is not built; '
           'set it to 0'
@@ -86,13 +84,6 @@ def _copies(table: Mapping[str, Stored], cfg: ModelConfig) -> dict[str, str]:
     f'{block}.embed_tokens.weight': 'embed',
     f'{block}.shared_head.head.weight': 'head' if 'head' in table else 'embed',
   }
-
-
-def _equal(a: Any, b: Any) -> bool:
-  """Returns True if two tensors have the same shape, and the same values in every 64th row."""
-  shape = a.get_shape()
-  rows = range(0, shape[0], 64)
-  return shape == b.get_shape() and all(np.array_equal(a[i : i + 1], b[i : i + 1]) for i in rows)
 
 
 class Predictors(multimodal.Origin):
