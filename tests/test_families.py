@@ -842,6 +842,14 @@ REFUSED = [
   ('llama', dict(rope_scaling=dict(type='mrope')), 'mrope'),
   ('llama', dict(rope_scaling=dict(type=['yarn'])), 'yarn'),
   ('llama', dict(rope_scaling=5), 'rope_scaling=5'),
+  # The second is what `transformers` writes; instructions for long contexts say to add the first.
+  ('llama', dict(rope_scaling=YARN, rope_parameters=rope()), "rope_scaling.*rope_type.*'yarn'.*'default'"),
+  ('llama', dict(rope_scaling=dict(type='yarn', factor=2.0), rope_parameters=YARN), 'rope_scaling.*factor.*2.0.*4.0'),
+  (
+    'gemma3_text',
+    dict(rope_scaling=rope('linear', factor=2.0), rope_parameters={FULL: rope(), LOCAL: rope()}),
+    "rope_scaling.*rope_type.*'linear'.*'default'",
+  ),
   ('llama', dict(quantization_config='x'), 'quantization_config'),
   ('llama', dict(architectures=['LlamaForSequenceClassification'], id2label=5), 'id2label=5'),
   (['llama'], {}, 'model_type'),
@@ -941,6 +949,8 @@ def test_older_spellings_are_read():
   assert read(model_type='phi3', rope_scaling=scaling | dict(type='su'), rope_theta=500.0, **new) == read(
     model_type='phi3', rope_parameters=longrope(), **new
   )
+  both = dict(rope_scaling=scaling | dict(type='su'), rope_parameters=longrope())  # they agree
+  assert read(model_type='phi3', **both, **new) == read(model_type='phi3', rope_parameters=longrope(), **new)
   assert read(
     model_type='gemma3_text',
     rope_theta=9.0,

@@ -63,14 +63,24 @@ def _rope_parameters(raw: dict, family: Family, where: str) -> tuple[dict, dict]
   scaling, raw_params = raw.get('rope_scaling') or {}, raw.get('rope_parameters')
   if raw_params is None:
     raw_params = {} if scaling else family.rope
-  params = {**scaling, **raw_params}
-  layer_kinds = {FULL, LOCAL} & set(params)
+  layer_kinds = {FULL, LOCAL} & {*scaling, *raw_params}
   if family.local_rope and set(raw_params) - layer_kinds:
     raise InputError(f'{where}: rope_parameters must hold {FULL} and {LOCAL}, for the two kinds of layers')
   if layer_kinds and not family.local_rope:
     raise InputError(f'{where}: rope_parameters of {sorted(layer_kinds)} not supported')
-  main = {k: v for k, v in params.items() if k not in layer_kinds}
-  return main | (params.get(FULL) or {}), params.get(LOCAL) or {}
+  older, newer = (_standard(block, family) for block in (scaling, raw_params))
+  for name, value in older.items():
+    if newer.get(name, value) != value:
+      other = f'{newer[name]!r} in rope_parameters'
+      raise InputError(f'{where}: rope_scaling: {name}={value!r} contradicts {other}; remove one of the blocks')
+  return older | newer, _standard(raw_params.get(LOCAL) or scaling.get(LOCAL) or {}, family)
+
+
+def _standard(block: dict, family: Family) -> dict[str, Any]:
+  """Returns the rope parameters of layers without a window in a block, with the newer spelling of their type."""
+  params = {k: v for k, v in block.items() if k not in (FULL, LOCAL)} | (block.get(FULL) or {})
+  kind = params.pop('rope_type', params.pop('type', None))
+  return params if kind is None else params | {'rope_type': family.rope_types.get(str(kind), str(kind))}
 
 
 def _rotary_dim(main: dict, raw: dict, family: Family, head_dim: int, where: str) -> int:
@@ -108,8 +118,7 @@ def _rope(params: dict, theta: float, raw: dict, family: Family, dim: int, where
   """Returns the Rope of `params`, and the names of those that have no effect."""
   theta = params.get('rope_theta', theta)
   check_positive(theta, 'rope_theta', where)
-  rope_type = str(params.get('rope_type', params.get('type', 'default')))
-  rope_type = family.rope_types.get(rope_type, rope_type)
+  rope_type = params.get('rope_type', 'default')
   interleaved = raw['rope_interleave'] if 'rope_interleave' in family.fields else family.interleaved
   if rope_type == 'default':
     return Rope(float(theta), interleaved=interleaved), _without_effect(params, ())
@@ -150,7 +159,7 @@ def _scaling(kind: str, names: Sequence[str], params: dict, raw: dict, family: F
 
 def _without_effect(params: dict, used: Sequence[str]) -> list[str]:
   """Returns the names of rope parameters that are neither `used` nor read (or repeated fields) in all types."""
-  read = {'rope_theta', 'rope_type', 'type', 'partial_rotary_factor', 'max_position_embeddings', ORIGINAL, *used}
+  read = {'rope_theta', 'rope_type', 'partial_rotary_factor', 'max_position_embeddings', ORIGINAL, *used}
   return [f'rope_parameters.{name}' for name in params if name not in read]
 
 
