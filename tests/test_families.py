@@ -850,6 +850,7 @@ REFUSED = [
     dict(rope_scaling=rope('linear', factor=2.0), rope_parameters={FULL: rope(), LOCAL: rope()}),
     "rope_scaling.*rope_type.*'linear'.*'default'",
   ),
+  ('llama', dict(is_causal=False), 'is_causal'),
   ('llama', dict(quantization_config='x'), 'quantization_config'),
   ('llama', dict(architectures=['LlamaForSequenceClassification'], id2label=5), 'id2label=5'),
   (['llama'], {}, 'model_type'),

@@ -20,6 +20,7 @@ _NEUTRAL: dict[str, tuple] = {
   'auto_map': (None,),
   'partial_rotary_factor': (1, None),
   'use_bidirectional_attention': (False, None),
+  'is_causal': (True, None),
   'quantization_config': (None,),
   'no_rope_layers': (None,),
   'decoder_sparse_step': (1, None),
