@@ -319,6 +319,8 @@ def test_bad_unpaired_step_and_score_rows_are_named(plain):
     (unpaired, {**kto, 'prompt': 'q', 'completion': 'a'}, 'is text where'),
     (stepwise, {**steps, 'labels': [True, False]}, '2 labels for 1 comp'),
     (stepwise, {**steps, 'labels': ['x']}, r"labels\[0\]: 'x' is no number"),
+    (stepwise, {**steps, 'labels': [-1]}, r'labels\[0\]: -1 is not from 0 to 1'),  # as in PRM800K
+    (stepwise, {**steps, 'labels': [1.5]}, r'labels\[0\]: 1.5 is not from 0 to 1'),
     (stepwise, {**steps, 'completions': [' ']}, r'completions\[0\]: is empty'),
     (stepwise, {**steps, 'completions': 'a'}, 'completions: must be a list'),
     (stepwise, {'prompt': 'q'}, 'needs the columns completions and labels'),

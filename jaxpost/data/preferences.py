@@ -133,7 +133,7 @@ def make_steps_example(tokenizer: Tokenizer, row: Row, where: str) -> Example:
   arrays['label']. All tokens of the steps are sequence 1.
 
   Args:
-    row: `prompt` (text or messages), `completions` (list of texts) and `labels` (list of bools or numbers).
+    row: `prompt` (text or messages), `completions` (list of texts), and `labels` (bools, or numbers from 0 to 1).
     tokenizer, where: see `make_pair_example`.
   """
   _needs(row, ('prompt', 'completions', 'labels'), where)
@@ -154,7 +154,11 @@ def make_steps_example(tokenizer: Tokenizer, row: Row, where: str) -> Example:
     for part in (step, _STEP_END):
       tokens += chat.continuation(tokenizer, text, part)
       text += part
-    label_at[len(tokens) - 1] = messages_lib.number(label, f'{where}: labels[{n}]', allow_bool=True)
+    at = f'{where}: labels[{n}]'
+    value = messages_lib.number(label, at, allow_bool=True)
+    if not 0 <= value <= 1:  # the cross entropy would have no minimum
+      raise InputError(f'{at}: {value:g} is not from 0 to 1 (wrong to right); change it in config.data.map')
+    label_at[len(tokens) - 1] = value
   loss = np.zeros(len(tokens), np.float32)
   loss[list(label_at)] = 1
   token_labels = np.zeros(len(tokens), np.float32)
