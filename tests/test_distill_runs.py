@@ -1,5 +1,6 @@
 """Distillation runs (distill, gkd, opd): teachers, the cache of their logits, stages, meshes, bad input, learning."""
 
+import functools
 import json
 import logging
 import math
@@ -171,6 +172,18 @@ def test_answer_without_trained_tokens_is_refused():
   messages = [dict(role='user', content='a'), dict(role='assistant', content='b', weight=0)]
   with pytest.raises(InputError, match='row 3: no token of its answer is trained'):
     demonstrations.make_example(tokenizer.load('bytes'), dict(messages=messages), 'row 3')
+
+
+def test_answer_of_a_chat_after_a_prompt_that_is_text_is_refused():
+  """UltraChat has both columns. Steps on samples would continue the bare text, without the chat template."""
+  from jaxpost.data import sources, tokenizer
+  from jaxpost.rl import demonstrations
+
+  row = dict(prompt='a', messages=[dict(role='user', content='a'), dict(role='assistant', content='b')])
+  check = functools.partial(demonstrations.check, tokenizer.load('bytes'), limit=9)
+  with pytest.raises(InputError, match=r'x\[1\]: prompt: is text, and messages a chat.*columns=asked=prompt'):
+    check(sources.read('x', fake_rows=[dict(messages=row['messages']), row]))
+  check(sources.read('x', columns='asked=prompt', fake_rows=[row]))
 
 
 @pytest.fixture(scope='module')

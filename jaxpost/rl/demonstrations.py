@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxpost.data import chat
+from jaxpost.data import messages as messages_lib
+from jaxpost.data import prompts as prompts_lib
 from jaxpost.errors import InputError
 from jaxpost.rollout.rollout_codec import arrays_of
 from jaxpost.types import Prompt, Rollout
@@ -116,9 +118,7 @@ def check(tokenizer: Tokenizer, rows: Rows, limit: int) -> None:
   """Raises InputError if one of the first `limit` rows has no completion."""
   for i in range(0 if rows.streaming else min(len(rows), limit)):
     row, where = rows[i], rows.where(i)
-    make_example(tokenizer, row, where)
-    if row.get('messages') is not None:
-      _answer(row['messages'], where)
+    make_example(tokenizer, _row(row, prompts_lib.prompt_of(row, where), where), where)
 
 
 def make_example(tokenizer: Tokenizer, row: dict, where: str) -> Example:
@@ -140,7 +140,8 @@ def to_rollout(prompts: Sequence[Prompt], tokenizer: Tokenizer, max_tokens: int,
   lengths = np.zeros(num_prompts, np.int32)
   finished = np.ones(num_prompts, bool)
   for n, prompt in enumerate(prompts):
-    example = make_example(tokenizer, _row(prompt), f'prompt {prompt.index}')
+    where = f'prompt {prompt.index}'
+    example = make_example(tokenizer, _row(prompt.columns, prompt.prompt, where), where)
     trained = np.flatnonzero(example.loss_mask)
     answer = example.tokens[trained[0] : trained[-1] + 1]
     lengths[n] = min(len(answer), max_tokens)
@@ -159,18 +160,16 @@ def to_rollout(prompts: Sequence[Prompt], tokenizer: Tokenizer, max_tokens: int,
   )
 
 
-def _row(prompt: Prompt) -> dict:
-  """Returns the row of the data that a prompt was made from, with its system prompt."""
-  messages = prompt.columns.get('messages')
-  if messages is None:
-    return {**prompt.columns, 'prompt': prompt.prompt}
-  return {**prompt.columns, 'messages': [*prompt.prompt, _answer(messages, f'prompt {prompt.index}')]}
-
-
-def _answer(messages: Sequence[dict], where: str) -> dict:
-  """Returns the last message, which `prompts.prompt_of` leaves out; InputError unless it is one of the assistant."""
-  if messages[-1]['role'] != 'assistant':
+def _row(columns: dict, prompt: str | list[dict], where: str) -> dict:
+  """Returns a row of the data whose prompt is that of the sampler; InputError unless a chat of it ends in an answer."""
+  if columns.get('messages') is None:
+    return {**columns, 'prompt': prompt}
+  answer = messages_lib.check_messages(columns['messages'], f'{where}: messages')[-1]
+  if answer['role'] != 'assistant':
+    raise InputError(f'{where}: messages: ends with a turn of the {answer["role"]}, so it has no answer to train on')
+  if isinstance(prompt, str):
     raise InputError(
-      f'{where}: messages: ends with a turn of the {messages[-1]["role"]}, so it has no answer to train on'
+      f'{where}: prompt: is text, and messages a chat, whose answer does not follow that text; to sample from the '
+      'chat, rename the text: config.data.columns=asked=prompt'
     )
-  return messages[-1]
+  return {**columns, 'messages': [*prompt, answer]}
