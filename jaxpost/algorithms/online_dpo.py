@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxpost.algorithms import preference
+from jaxpost.algorithms import grpo, preference
 from jaxpost.algorithms.base import Config
 from jaxpost.data import packing
 from jaxpost.data.examples import Example
@@ -33,17 +33,10 @@ def objective(config: Config) -> Objective:
 
 def credit(experience: Experience, config: Config) -> Credit:
   """Returns `choice` [N, C]: +1 for the best and -1 for the worst sample of each group."""
-  valid = np.isfinite(experience.rewards)
-  metrics = {}
-  if config.rl.mask_truncated:
-    cut = ~experience.rollout.finished
-    metrics['masked_truncated'] = int((valid & cut).sum())
-    valid &= ~cut
-  valid &= experience.mask.any(axis=1)
-
+  mask, metrics = grpo.trained_tokens(experience, np.isfinite(experience.rewards), config)
   groups = experience.groups
   rewards = experience.rewards.reshape(groups, -1)
-  valid = valid.reshape(groups, -1)
+  valid = mask.any(axis=1).reshape(groups, -1)
   best = np.where(valid, rewards, -np.inf).argmax(axis=1)
   worst = np.where(valid, rewards, np.inf).argmin(axis=1)
   group = np.arange(groups)

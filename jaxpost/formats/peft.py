@@ -214,7 +214,7 @@ def _check_columns(folder: epath.Path, places: dict[str, Stored], tensors: dict)
 
 
 def writer(model: Model, params: dict, base: str) -> Callable:
-  """Returns a function that writes an adapter folder, or nothing where there is no adapter.
+  """Returns a function that writes the folder of a model's adapter, or nothing where `peft` could not use it.
 
   Every process calls this, which is a collective; one writes.
 
@@ -225,8 +225,6 @@ def writer(model: Model, params: dict, base: str) -> Callable:
   def write_nothing(folder: epath.PathLike) -> None:
     del folder
 
-  if not model.config.lora:
-    return write_nothing
   # The merged folder is complete without an adapter folder, so a reason not to write one is only a warning.
   if not base:
     logging.warning('no adapter/ is written: its base model has no name, or more than the adapter was trained')

@@ -100,7 +100,9 @@ def split(
         index = slice(start, start + rank), slice(None)
       else:
         columns = slice(expert + first_rank * experts, (first_rank + rank) * experts, experts)
-        index = _output_rows(matrix, size), columns
+        # In gate_up_proj, the rows of gate come first.
+        output_rows = {'gate': slice(size), 'up': slice(size, None)}.get(matrix, slice(None))
+        index = output_rows, columns
       out.pop(name, None)
       out[expert_name] = ExpertTensor(functools.partial(read, name, side == 'b' and separate_ranks), shape, index)
   return out
@@ -119,8 +121,3 @@ def _target_parameters(config_file: epath.Path, raw: dict, cfg: ModelConfig) -> 
       'of families whose folders have a tensor for each)'
     )
   return names
-
-
-def _output_rows(matrix: str, size: int) -> slice:
-  """Returns the rows of B that belong to a matrix: in gate_up_proj, those of gate come first."""
-  return {'gate': slice(size), 'up': slice(size, None)}.get(matrix, slice(None))

@@ -8,8 +8,8 @@ completion, d = c - r, and s is the sigmoid.
 To add one, write that function and enter it there: one line, which also says
 which options it reads and whether it needs a reference model. Its name is then a
 value of `config.preference.losses`, in every algorithm of algorithms/preference.py.
-A new option is a field of `PreferenceOptions` and of `config.preference`
-(stage/schema_methods.py), which `options_of` in algorithms/preference.py copies.
+A new option is a field of `PreferenceOptions` and, with the same name, of
+`config.preference` (stage/schema_methods.py).
 """
 
 import dataclasses
