@@ -292,6 +292,16 @@ def test_columns_option_renames_and_keeps_columns():
       read(bad_columns)
 
 
+@pytest.mark.parametrize('name', ['images', 'videos', 'audios'])
+def test_rows_with_other_media_than_text_are_refused(name):
+  """Their texts have placeholders such as <image>, which would be trained on as text."""
+  row = {'prompt': '<image>\nWhat is this?', 'completion': 'A cat.', name: ['cat.png']}
+  with pytest.raises(InputError, match=rf'x\[1\]: {name}: only text is supported'):
+    sources.read('x', fake_rows=[{**row, name: []}, row])
+  (kept,) = sources.read('x', fake_rows=[row], map_fn=lambda row: {k: v for k, v in row.items() if k != name})
+  assert kept == {k: v for k, v in row.items() if k != name}
+
+
 def test_map_fn_maps_drops_and_counts(tmp_path):
   write(tmp_path / 'mine.py', "def odd(row):\n  return {'n': row['n']} if row['n'] % 2 else None\n")
   input_rows = [{'n': n, 'x': 0} for n in range(5)]

@@ -198,7 +198,10 @@ def _where(prefix: str, number: int) -> str:
 
 
 def _recognize(row: Row, where: str) -> Row:
-  """Maps sharegpt and alpaca rows to TRL's columns; returns other rows unchanged."""
+  """Maps sharegpt and alpaca rows to TRL's columns; returns others unchanged. InputError for other media than text."""
+  for name in ('images', 'videos', 'audios'):
+    if row.get(name):
+      raise InputError(f'{where}: {name}: only text is supported; drop the row, or the column, in config.data.map')
   is_sharegpt = 'conversations' in row and not {'messages', 'prompt'} & set(row)
   is_alpaca = {'instruction', 'output'} <= set(row) and not {'messages', 'prompt', 'completion'} & set(row)
   if not is_sharegpt and not is_alpaca:
