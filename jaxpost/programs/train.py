@@ -234,14 +234,10 @@ def make_update(
       metrics |= scaling.report(state.opt_state, finite)
     return TrainState(state.step + (finite & ~empty), params, opt_state), metrics
 
-  flops = functools.partial(_update_flops, model)
+  def flops(_state, batch, _frozen):
+    return batch.tokens.size * model.flops_of_update(batch.tokens.shape[-1] / 2)
+
   return Program('update', update, ledger, (shardings, layout.sharding()), donate=(0,), flops=flops)
-
-
-def _update_flops(model: Model, state: TrainState, batch: Batch, frozen: dict) -> float:
-  del state, frozen
-  micro, rows, length = batch.tokens.shape
-  return micro * rows * length * model.flops_of_update(length / 2)
 
 
 def clipped_step(
