@@ -307,7 +307,7 @@ class Objective:
     learns: those of `reads` that gradients flow through.
     arrays: names in `Batch.arrays` that are filled before the update.
     divergence, teacher_forms: see `losses.head_chunk.HeadConfig`.
-    neftune_alpha: size of the noise on embeddings, drawn from `seed`; 0 is off.
+    neftune_alpha: size of the noise on embeddings; 0 is off. seed: of this noise and of dropout.
     router, mtp_weight: weights of the losses of `models.routing`, and of `programs.multi_token`.
   """
 

@@ -503,6 +503,13 @@ def test_parameters_that_match_freeze_are_not_trained(base, tmp_path):
     assert same == (path not in params), path
 
 
+@pytest.mark.parametrize('algorithm', ['sft', 'dpo', 'orpo'])
+def test_dropout_is_drawn_from_the_seed_of_the_run(base, algorithm):
+  path = dict() if algorithm == 'sft' else dict(path=PAIRS)
+  config = sft(base, algorithm=algorithm, seed=5, lora=dict(dropout=0.1), data=path, eval=dict(data=dict(path='')))
+  assert place.place_stage(prepare.prepare_all(config)[0]).objectives['policy'].seed == 5
+
+
 def test_dpo_reference_shares_the_base_weights_of_the_policy(base):
   over = dict(
     algorithm='dpo',

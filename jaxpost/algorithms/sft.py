@@ -49,7 +49,7 @@ def objective(config: Config) -> Objective:
     learns.append('mean_logprob')
   if nll.z_loss:
     learns.append('lse')
-  options = dict(neftune_alpha=nll.neftune_alpha, mtp_weight=nll.mtp_weight, seed=config.seed)
+  options = dict(neftune_alpha=nll.neftune_alpha, mtp_weight=nll.mtp_weight)
   return Objective(cross_entropy, reads=('entropy', *learns), learns=tuple(learns), **options)
 
 

@@ -148,6 +148,7 @@ def _objectives(inputs: Inputs) -> dict[str, Objective]:
     algorithm.objective(config),
     teacher_forms=tuple(source.config.logit_form for source in teachers),
     router=(config.router.balance_coef, config.router.z_coef),  # of the losses in `routing.balance_loss`
+    seed=config.seed,
   )
   objectives = {'policy': policy}
   if critic := algorithm.critic(config):
