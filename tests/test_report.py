@@ -397,6 +397,13 @@ def test_times_and_counters_that_stay_0_have_no_card(tmp_path):
   assert cards == {'Reward': ('0', 'from 0'), 'Falling': ('0', 'from 3'), 'Pass@4': ('0.5', 'from 0.5')}
 
 
+def test_figure_of_the_only_reward_has_no_card_beside_that_of_the_reward(tmp_path):
+  held_out = {'reward': 0.5, 'rewards/exact_match/mean': 0.5, 'pass@1': 0.25, 'pass@1/exact_match': 0.25}
+  write_rows(tmp_path, ('train', 1, {'reward': 0.75, 'rewards/exact_match/mean': 0.75}), ('eval', 1, held_out))
+  cards, _, _ = read_parts(tmp_path)
+  assert cards.keys() == {'Reward', 'Reward, held out', 'Pass@1'}
+
+
 def test_card_of_failures_shows_their_sum(tmp_path):
   rows = [('train', step, {'reward': 0.0, 'failed_groups': count}) for step, count in enumerate((0, 2, 3, 0), 1)]
   write_rows(tmp_path, *rows)
@@ -481,7 +488,7 @@ def test_report_is_written_in_any_locale_and_without_jax(tmp_path):
   )
   env = {**os.environ, 'LC_ALL': 'C', 'PYTHONUTF8': '0', 'PYTHONCOERCECLOCALE': '0'}
   subprocess.run([sys.executable, '-c', code, str(tmp_path)], env=env, check=True)
-  assert 'sft → grpo' in (tmp_path / 'report.html').read_text('utf-8')
+  assert '</a> → <a href="#grpo">grpo</a>' in (tmp_path / 'report.html').read_text('utf-8')
 
 
 def test_wheel_includes_style_and_template_of_the_page():
@@ -555,7 +562,7 @@ def test_six_cards_come_first(tmp_path):
   report.summary(tmp_path, {**report.figures(rows_of(tmp_path)), **{f'extra{n}/grpo': n + 1.0 for n in range(9)}})
   read_page(tmp_path)
   text = (tmp_path / 'report.html').read_text()
-  assert text.split('More figures')[0].split('<h2>grpo</h2>')[1].count('<div class="box"><small title=') == 6
+  assert text.split('More figures')[0].split('<h2 id="grpo">grpo</h2>')[1].count('<div class="box"><small title=') == 6
 
 
 def test_turns_and_tool_calls_are_marked(tmp_path):
