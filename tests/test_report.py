@@ -112,8 +112,8 @@ def test_page_shows_config_plan_resumes_figures_and_charts(tmp_path):
   (tmp_path / 'resumes.jsonl').write_text('{"stage": "grpo", "step": 17, "rows_dropped": 3}\n')
   report.summary(tmp_path, {'mine/grpo': 0.321, **report.figures(rows_of(tmp_path))}, writer.alerts.warnings)
   page = read_page(tmp_path)
+  assert re.search(r'sft\s+→\s+grpo', page.text)
   for text in (
-    'sft → grpo',
     'resumed after grpo 17',
     'optimizer',
     '0.125',
