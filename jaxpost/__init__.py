@@ -1,10 +1,8 @@
 """jaxpost: post-training of large language models, native to JAX.
 
-`run(config, workdir)` starts or resumes a run of any algorithm;
-`policy_and_stream(config)` gives the parts for a loop of your own. The types of
-the library (Batch, Rollout, TrainState, Objective, Algorithm, Policy,
-Sampler, Stage, ...) can be imported from here. Nothing is imported before it is
-used, so that reward workers and `--help` need no JAX.
+`run(config, workdir)` starts or resumes a run of any algorithm; `policy_and_stream(config)` gives the parts for a loop
+of your own. The types of the library (Batch, Rollout, TrainState, Objective, Algorithm, Policy, Sampler, Stage, ...)
+can be imported from here. Nothing is imported before it is used, so that reward workers and `--help` need no JAX.
 """
 
 import importlib

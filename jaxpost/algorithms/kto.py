@@ -2,10 +2,9 @@
 
 Legend: M micro-batches, B rows, T tokens, N sequences of a row (padded).
 
-Each document has a completion (odd sequence, trained) and, after the same prompt, the
-completion of another prompt (even sequence, scored only). The mean log-ratio of these
-mismatched completions is KTO's reference point z, one number per batch.
-Ethayarajh et al. 2024 (arXiv:2402.01306), section 4.1.
+Each document has a completion (odd sequence, trained) and, after the same prompt, the completion of another prompt
+(even sequence, scored only). The mean log-ratio of these mismatched completions is KTO's reference point z, one number
+per batch. Ethayarajh et al. 2024 (arXiv:2402.01306), section 4.1.
 """
 
 from __future__ import annotations

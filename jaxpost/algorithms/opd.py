@@ -1,13 +1,11 @@
 """On-policy distillation: the student samples, and a teacher grades every token.
 
-The advantage of a token is log T - log pi, which is minus the k1 estimate of
-KL(student, teacher); its policy gradient is that of the divergence of next tokens
-(MiniLLM, arXiv:2306.08543; "On-policy distillation", Thinking Machines 2025). The
-teacher is `config.rl.reference`, or there are several, `config.distill.teachers`, whose log-probs are
-summed with `config.distill.weights`; an entry of `config.rl.sources` may name its own. If
-there is a reward, the advantages of GRPO are added, and `config.rl.kl_coef` weighs the teacher;
-without one, all rewards are 0, and a prompt needs one completion only. `distill.py: GKD` learns the
-whole distribution of the teacher instead.
+The advantage of a token is log T - log pi, which is minus the k1 estimate of KL(student, teacher); its policy gradient
+is that of the divergence of next tokens (MiniLLM, arXiv:2306.08543; "On-policy distillation", Thinking Machines 2025).
+The teacher is `config.rl.reference`, or there are several, `config.distill.teachers`, whose log-probs are summed with
+`config.distill.weights`; an entry of `config.rl.sources` may name its own. If there is a reward, the advantages of GRPO
+are added, and `config.rl.kl_coef` weighs the teacher; without one, all rewards are 0, and a prompt needs one completion
+only. `distill.py: GKD` learns the whole distribution of the teacher instead.
 
 With `config.rl.privileged` the teacher reads another prompt, from a column of the data
 that holds a solution or feedback as well; without a reference it is the policy itself

@@ -2,10 +2,9 @@
 
 Legend: N sequences, C completion tokens, B rows, T tokens.
 
-The last token of a completion gets its reward, and every token is penalized by the KL
-to the reference. GAE computes advantages and returns; the policy is trained with the
-surrogate of `grpo.py`, the critic with a clipped value loss. The value of a token is
-the critic's output at the token before it: the state in which it was sampled.
+The last token of a completion gets its reward, and every token is penalized by the KL to the reference. GAE computes
+advantages and returns; the policy is trained with the surrogate of `grpo.py`, the critic with a clipped value loss. The
+value of a token is the critic's output at the token before it: the state in which it was sampled.
 """
 
 from __future__ import annotations

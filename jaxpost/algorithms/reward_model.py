@@ -2,9 +2,8 @@
 
 Legend: B rows, T tokens a row, P pairs of a row.
 
-Trained on pairs (Bradley-Terry) or on scores, the head is read at the last token
-of a completion; trained on labeled steps (a process reward model), at the last token
-of each step. Only those tokens have a weight.
+Trained on pairs (Bradley-Terry) or on scores, the head is read at the last token of a completion; trained on labeled
+steps (a process reward model), at the last token of each step. Only those tokens have a weight.
 """
 
 from __future__ import annotations

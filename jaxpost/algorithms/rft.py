@@ -2,11 +2,9 @@
 
 Legend: N sequences, C completion tokens.
 
-RAFT (arXiv:2304.06767) keeps the best answer to each prompt, RFT
-(arXiv:2308.01825) all correct ones. This file keeps, of the completions whose reward
-`config.rl.correct_by` is at least `config.rl.keep_reward`, the one with the highest
-sum of rewards. Each step samples from the current policy, so a step is an iteration
-of expert iteration.
+RAFT (arXiv:2304.06767) keeps the best answer to each prompt, RFT (arXiv:2308.01825) all correct ones. This file keeps,
+of the completions whose reward `config.rl.correct_by` is at least `config.rl.keep_reward`, the one with the highest sum
+of rewards. Each step samples from the current policy, so a step is an iteration of expert iteration.
 """
 
 from __future__ import annotations

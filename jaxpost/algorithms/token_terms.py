@@ -22,8 +22,7 @@ def apply(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
   """Changes the arrays [N, C] of a `Credit` in place; returns (metrics, memory).
 
-  A token that loses its gradient gets the advantage 0; the normalizer of the loss still
-  counts it, as in the papers.
+  A token that loses its gradient gets the advantage 0; the normalizer of the loss still counts it, as in the papers.
 
   Args:
     out: has 'advantages'; gets those of 'entropy_coef', 'kl_cov', 'nll_weights' and 'demonstration' that are on.

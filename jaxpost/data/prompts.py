@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 def prompt_tokens(tokenizer: Tokenizer, row: Row, where: str, *, system_prompt: str = '') -> np.ndarray:
   """Returns the tokens [P] int32 that a sampler continues for this row."""
-  prompt = prompt_of(row, where, system_prompt)
-  return encode_prompt(tokenizer, prompt, row, where)
+  return encode_prompt(tokenizer, prompt_of(row, where, system_prompt), row, where)
 
 
 def prompt_of(row: Row, where: str, system_prompt: str = '') -> str | list[Message]:

@@ -3,8 +3,7 @@
 Legend: V vocabulary, k most probable tokens of the teacher; leading axes are
 free. S is the student, T the teacher. Results are float32 and unreduced.
 
-Padding of the vocabulary has logits of -1e30 (or -inf): it has probability 0
-and gets no gradient.
+Padding of the vocabulary has logits of -1e30 (or -inf): it has probability 0 and gets no gradient.
 """
 
 import math
@@ -25,9 +24,8 @@ def generalized_jsd(
 ) -> jax.Array:
   """beta KL(T || M) + (1 - beta) KL(S || M), M = (1 - beta) S + beta T.
 
-  GKD (arXiv:2306.13649), eq. 1, in the convention of TRL: beta = 0 is the
-  forward KL(T || S), which covers the teacher's distribution, and beta = 1 the
-  reverse KL(S || T), which seeks its modes. They are the limits of the sum
+  GKD (arXiv:2306.13649), eq. 1, in the convention of TRL: beta = 0 is the forward KL(T || S), which covers the
+  teacher's distribution, and beta = 1 the reverse KL(S || T), which seeks its modes. They are the limits of the sum
   divided by beta and by 1 - beta, respectively.
 
   Args:

@@ -1,10 +1,9 @@
 """Methods against a collapse of entropy: tokens without gradient or with a KL penalty, and an adaptive bonus.
 
-Legend: N sequences, C completion tokens. Arrays are numpy arrays on the host, of the
-whole rollout, so that results do not depend on minibatches, micro-batches or meshes.
-Log-probs are those of the sampler, and entropies those before the first update on the
-rollout. verl computes both in each micro-batch with the current policy; in the first
-update on policy, these are the same.
+Legend: N sequences, C completion tokens. Arrays are numpy arrays on the host, of the whole rollout, so that results do
+not depend on minibatches, micro-batches or meshes. Log-probs are those of the sampler, and entropies those before the
+first update on the rollout. verl computes both in each micro-batch with the current policy; in the first update on
+policy, these are the same.
 """
 
 import numpy as np
@@ -15,8 +14,7 @@ from jaxpost.losses.reduce import same_shape
 def covariance(logprobs: np.ndarray, advantages: np.ndarray, mask: np.ndarray) -> np.ndarray:
   """Returns (log pi - mean) (A - mean) of each token [N, C], with means over the tokens of the mask; 0 elsewhere.
 
-  "The entropy mechanism" (arXiv:2505.22617): updates lower the entropy most at tokens
-  where it is large.
+  "The entropy mechanism" (arXiv:2505.22617): updates lower the entropy most at tokens where it is large.
   """
   same_shape('logprobs, advantages, mask [N, C]', 2, logprobs, advantages, mask)
   mask = np.asarray(mask, bool)
@@ -75,9 +73,8 @@ def _largest(x: np.ndarray, mask: np.ndarray, fraction: float) -> np.ndarray:
 def adaptive_coef(coef: float, entropy: float, target: float, step: float) -> tuple[float, float]:
   """Returns (weight of the entropy bonus for a rollout of this entropy, coefficient for the next one).
 
-  Skywork-OR1 (arXiv:2505.22312): the coefficient rises by `step` if the entropy is
-  below its target, and otherwise falls by `step`, here not below 0. The bonus counts only
-  if the entropy is at most its target.
+  Skywork-OR1 (arXiv:2505.22312): the coefficient rises by `step` if the entropy is below its target, and otherwise
+  falls by `step`, here not below 0. The bonus counts only if the entropy is at most its target.
   """
   next_coef = coef + step if entropy < target else max(coef - step, 0.0)
   return (coef if entropy <= target else 0.0), next_coef

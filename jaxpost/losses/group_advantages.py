@@ -19,9 +19,8 @@ def leave_one_out(
 ) -> np.ndarray:
   """r_i - mean of the others = n / (n - 1) (r_i - mean), n valid samples.
 
-  RLOO (arXiv:2402.14740). Arguments and result are those of `advantages.group_relative`, except
-  `scale`: 'leave_one_out' divides by the std of the other samples where it is not 0, as
-  NeMo-RL does; 'none' does not divide.
+  RLOO (arXiv:2402.14740). Arguments and result are those of `advantages.group_relative`, except `scale`:
+  'leave_one_out' divides by the std of the other samples where it is not 0, as NeMo-RL does; 'none' does not divide.
   """
   if scale not in ('leave_one_out', 'none'):
     raise ValueError(f"scale {scale!r}: want 'leave_one_out' or 'none'")

@@ -1,7 +1,6 @@
 """Importance correction of the mismatch between sampler and trainer.
 
-Legend: N sequences, C completion tokens. log_ratio = log pi_old (trainer) -
-log pi_sampler, per token.
+Legend: N sequences, C completion tokens. log_ratio = log pi_old (trainer) - log pi_sampler, per token.
 
 Arrays are numpy arrays on the host: weights are computed once per batch, and
 token losses are multiplied by them as constants.
@@ -43,8 +42,7 @@ class CorrectionOptions:
 def token_truncated(log_ratio: np.ndarray, mask: np.ndarray, options: CorrectionOptions) -> np.ndarray:
   """min(ratio, cap): truncated importance sampling, token by token.
 
-  "Your efficient RL framework secretly brings you off-policy RL training"
-  (Yao et al. 2025).
+  "Your efficient RL framework secretly brings you off-policy RL training" (Yao et al. 2025).
   """
   del mask
   return np.minimum(exp(log_ratio), options.importance_cap)
@@ -127,8 +125,7 @@ def correction(names: Sequence[str], log_ratio: np.ndarray, mask: np.ndarray, op
 def off_policy_metrics(old_logprobs: np.ndarray, sampler_logprobs: np.ndarray, mask: np.ndarray) -> dict[str, float]:
   """Returns metrics of the difference between trainer and sampler, under verl's names.
 
-  kl, k3_kl and chi2_token are means over tokens; the others are statistics over
-  sequences that have a trained token.
+  kl, k3_kl and chi2_token are means over tokens; the others are statistics over sequences that have a trained token.
 
   Args:
     old_logprobs, sampler_logprobs, mask: [N, C].

@@ -1,15 +1,12 @@
 """Losses of preference pairs, and of single labeled completions (KTO).
 
-Legend: P pairs; leading axes [...] are arbitrary. c and r are the log-ratios of
-policy to reference, summed over the tokens of the chosen and the rejected
-completion, d = c - r, and s is the sigmoid.
+Legend: P pairs; leading axes [...] are arbitrary. c and r are the log-ratios of policy to reference, summed over the
+tokens of the chosen and the rejected completion, d = c - r, and s is the sigmoid.
 
-`LOSSES` has the pair losses by name, each fn(pairs, options) -> [..., P].
-To add one, write that function and enter it there: one line, which also says
-which options it reads and whether it needs a reference model. Its name is then a
-value of `config.preference.losses`, in every algorithm of algorithms/preference.py.
-A new option is a field of `PreferenceOptions` and, with the same name, of
-`config.preference` (stage/schema_methods.py).
+`LOSSES` has the pair losses by name, each fn(pairs, options) -> [..., P]. To add one, write that function and enter it
+there: one line, which also says which options it reads and whether it needs a reference model. Its name is then a value
+of `config.preference.losses`, in every algorithm of algorithms/preference.py. A new option is a field of
+`PreferenceOptions` and, with the same name, of `config.preference` (stage/schema_methods.py).
 """
 
 import dataclasses
@@ -210,8 +207,7 @@ def cpo_hinge(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
 def simpo(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
   """-log s(beta (mean log p_chosen - mean log p_rejected) - gamma).
 
-  SimPO (arXiv:2405.14734), eq. 6; with simpo_alpha, AlphaPO
-  (arXiv:2501.03884): log p becomes (1 - p^-alpha) / alpha.
+  SimPO (arXiv:2405.14734), eq. 6; with simpo_alpha, AlphaPO (arXiv:2501.03884): log p becomes (1 - p^-alpha) / alpha.
   """
   chosen, rejected = _means(pairs.chosen, pairs.rejected, pairs)
   if alpha := options.simpo_alpha:
@@ -281,8 +277,7 @@ def without_f_divergence(names: Sequence[str]) -> list[str]:
 def weighted(names: Sequence[str], weights: Sequence[float], pairs: Pairs, options: PreferenceOptions) -> jax.Array:
   """Returns the weighted sum [..., P] of the named losses; 0, without gradient, for pairs that are not valid.
 
-  The names ('sigmoid', 'bco_pair', 'sft') with the weights (0.8, 0.2, 1) are
-  MPO (arXiv:2411.10442).
+  The names ('sigmoid', 'bco_pair', 'sft') with the weights (0.8, 0.2, 1) are MPO (arXiv:2411.10442).
   """
   if len(names) != len(weights) or not names:
     raise InputError(

@@ -1,10 +1,9 @@
 """Masks that reject tokens or sequences on which sampler and trainer differ too much.
 
-Arguments and results are those of the corrections in importance.py: log_ratio
-[N, C] = log pi_old (trainer) - log pi_sampler, mask [N, C], options -> [N, C].
-The estimators are those of verl's `rollout_rs`, of a token or as the mean over the
-tokens of a sequence: k2 = log(r)^2 / 2 and k3 = r - 1 - log r. Bounds on k1 = -log r
-are bounds on the ratio, as in token_mask and sequence_mask.
+Arguments and results are those of the corrections in importance.py: log_ratio [N, C] = log pi_old (trainer) - log
+pi_sampler, mask [N, C], options -> [N, C]. The estimators are those of verl's `rollout_rs`, of a token or as the mean
+over the tokens of a sequence: k2 = log(r)^2 / 2 and k3 = r - 1 - log r. Bounds on k1 = -log r are bounds on the ratio,
+as in token_mask and sequence_mask.
 """
 
 import numpy as np

@@ -56,9 +56,8 @@ def geo_mean(
 ) -> policy_gradient.LossAndMetrics:
   """-A exp(mean over the tokens of the clipped log r).
 
-  GMPO (arXiv:2507.20673): log r is clipped to [-clip_low, clip_high] where that
-  lowers the objective. The gradient is the paper's with weights which first average
-  over each sequence. `reduce_sequence` is called on the clipped log r.
+  GMPO (arXiv:2507.20673): log r is clipped to [-clip_low, clip_high] where that lowers the objective. The gradient is
+  the paper's with weights which first average over each sequence. `reduce_sequence` is called on the clipped log r.
   """
   policy_gradient.check_shapes(logprobs, old_logprobs, advantages)
   log_ratio = logprobs - old_logprobs
@@ -75,9 +74,8 @@ def cispo(
 ) -> policy_gradient.LossAndMetrics:
   """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi.
 
-  CISPO (MiniMax-M1, arXiv:2506.13585): no token loses its gradient.
-  verl bounds r on both sides. TRL and the paper only have an upper bound, which is
-  1 + clip_high; clip_low = 1 means that there is no lower bound.
+  CISPO (MiniMax-M1, arXiv:2506.13585): no token loses its gradient. verl bounds r on both sides. TRL and the paper only
+  have an upper bound, which is 1 + clip_high; clip_low = 1 means that there is no lower bound.
 
   The clip ratios count tokens whose weight is clipped, for any advantage;
   'cispo_clip_ratio' counts those of positive advantage, as in TRL.
@@ -130,10 +128,9 @@ def dro(
 ) -> policy_gradient.LossAndMetrics:
   """-A log pi + beta / 2 (log r)^2: the policy gradient, held to the sampler by a quadratic penalty.
 
-  DRO (arXiv:2405.19107) fits V + beta log(pi / ref) of a whole completion, with a learned value V, to
-  its reward; the derivative is that of this loss with A = reward - V. Here, as in verl and Tinker, each
-  token has a penalty, the reference is the policy that sampled, and the baseline of the group is used
-  instead of V.
+  DRO (arXiv:2405.19107) fits V + beta log(pi / ref) of a whole completion, with a learned value V, to its reward; the
+  derivative is that of this loss with A = reward - V. Here, as in verl and Tinker, each token has a penalty, the
+  reference is the policy that sampled, and the baseline of the group is used instead of V.
   """
   policy_gradient.check_shapes(logprobs, old_logprobs, advantages)
   penalty = options.dro_beta / 2 * (logprobs - old_logprobs) ** 2
@@ -203,9 +200,8 @@ def off_policy_kept(
 ) -> jax.Array:
   """Returns a mask [B, T]: 0 for tokens of negative advantage in sequences that are far off policy, else 1.
 
-  Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556): a sequence is
-  far off policy if its mean of log (sampler / pi) exceeds the threshold, pi
-  being the current policy.
+  Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556): a sequence is far off policy if its mean of log
+  (sampler / pi) exceeds the threshold, pi being the current policy.
   """
   drift = reduce_sequence(jax.lax.stop_gradient(sampler_logprobs - logprobs))
   return 1.0 - ((drift > threshold) & (advantages < 0))

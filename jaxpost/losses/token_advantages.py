@@ -23,8 +23,7 @@ def whiten(x: ArrayLike, mask: ArrayLike) -> np.ndarray:
 def returns_to_go(token_rewards: ArrayLike, mask: ArrayLike, gamma: float = 1.0) -> np.ndarray:
   """Returns discounted sums of the rewards from each token on.
 
-  Tokens outside of the mask are skipped: their rewards are ignored, and discounts do
-  not count them.
+  Tokens outside of the mask are skipped: their rewards are ignored, and discounts do not count them.
 
   Args:
     token_rewards: [N, C], including -coef * KL if the KL is part of the reward.

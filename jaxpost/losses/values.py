@@ -1,7 +1,6 @@
 """Critics and reward models: generalized advantage estimation, and losses of values.
 
-Legend: B rows, T tokens, P pairs, N sequences, C completion tokens. All losses are
-unreduced and elementwise.
+Legend: B rows, T tokens, P pairs, N sequences, C completion tokens. All losses are unreduced and elementwise.
 """
 
 import jax
@@ -19,9 +18,8 @@ def gae(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Computes generalized advantage estimation (arXiv:1506.02438), eq. 16, on the host.
 
-  d_t = r_t + gamma V_next - V_t, A_t = d_t + gamma lam A_next, where next is
-  the next trained token: tokens between (tool output) are skipped, and discounts do
-  not count them. The value after the last one is 0.
+  d_t = r_t + gamma V_next - V_t, A_t = d_t + gamma lam A_next, where next is the next trained token: tokens between
+  (tool output) are skipped, and discounts do not count them. The value after the last one is 0.
 
   Args:
     token_rewards, values, mask: [N, C]; entries outside of the mask are ignored.
@@ -80,8 +78,7 @@ def clipped_value_loss(
 def explained_variance(values: Array, returns: Array, mask: Array) -> float:
   """Returns 1 - Var(returns - values) / Var(returns) over the mask, on the host.
 
-  1: the critic is exact; 0: it is not better than a constant. NaN if the returns
-  do not vary.
+  1: the critic is exact; 0: it is not better than a constant. NaN if the returns do not vary.
   """
   same_shape('values, returns, mask', None, values, returns, mask)
   mask = np.asarray(mask, bool)

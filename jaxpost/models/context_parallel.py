@@ -2,12 +2,10 @@
 
 Legend: B rows, T tokens (t of a part), D width, n parts of a row.
 
-Token i of a row is token i // n of part i % n (striped attention,
-arXiv:2311.09431), so that every part has the same mix of early tokens, which
-attend to few keys, and late ones: chunk by chunk all parts read the keys up to
-the same position, and products beyond it are never computed. `attend`
-gathers the keys and values of a row once per layer; nothing else of a layer
-crosses the axis.
+Token i of a row is token i // n of part i % n (striped attention, arXiv:2311.09431), so that every part has the same
+mix of early tokens, which attend to few keys, and late ones: chunk by chunk all parts read the keys up to the same
+position, and products beyond it are never computed. `attend` gathers the keys and values of a row once per layer;
+nothing else of a layer crosses the axis.
 """
 
 import jax

@@ -2,9 +2,8 @@
 
 Legend: B rows, T tokens, S slots, D hidden size, V vocabulary.
 
-The module is called with `tokens`, `positions` and `segment_ids`, int32
-[B, T], and returns hidden states [B, T, D]. A token may attend to itself and to
-earlier tokens of its segment. The module and the path of its output embedding are
+The module is called with `tokens`, `positions` and `segment_ids`, int32 [B, T], and returns hidden states [B, T, D]. A
+token may attend to itself and to earlier tokens of its segment. The module and the path of its output embedding are
 enough to train and to sample; docs/your_model.md has two complete examples.
 
 There is no KV cache: each new token costs a pass over the whole text. A model

@@ -2,11 +2,10 @@
 
 Legend: B rows, T tokens, D hidden size, H heads of a mixer, e size of its outputs.
 
-A mixer is a module of `MIXERS`, named after its stack of layers. It declares its parameters
-(`rows`) and mixes the tokens of whole rows or of their continuation (`mix`). Its state of a sequence
-has a fixed size (`HybridConfig.state_shapes`): the last inputs of each convolution and, in most mixers,
-a recurrent state. A model has one such mixer. In some models a layer has one part only: attention,
-another mixer, an MLP or experts.
+A mixer is a module of `MIXERS`, named after its stack of layers. It declares its parameters (`rows`) and mixes the
+tokens of whole rows or of their continuation (`mix`). Its state of a sequence has a fixed size
+(`HybridConfig.state_shapes`): the last inputs of each convolution and, in most mixers, a recurrent state. A model has
+one such mixer. In some models a layer has one part only: attention, another mixer, an MLP or experts.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) as rows of the parameter table.
 
-Legend: L layers, r rank, B rows, T tokens. A matrix W [L, in, out] (where `in` and
-`out` may be several dimensions) gets A [L, in, r] and B [L, r, out] and acts as
-x W + scale (x A) B. Matrices of E experts [L, E, in, out] get A [L, E, in, r] and
-B [L, E, r, out]. `ModelConfig.lora` is (rank, alpha, rslora, targets).
+Legend: L layers, r rank, B rows, T tokens. A matrix W [L, in, out] (where `in` and `out` may be several dimensions)
+gets A [L, in, r] and B [L, r, out] and acts as x W + scale (x A) B. Matrices of E experts [L, E, in, out] get A [L, E,
+in, r] and B [L, E, r, out]. `ModelConfig.lora` is (rank, alpha, rslora, targets).
 """
 
 from __future__ import annotations

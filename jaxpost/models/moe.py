@@ -79,10 +79,9 @@ def mlp(
 ) -> tuple[jax.Array, Routing]:
   """Applies the experts of each token and sums their outputs by router weight.
 
-  On a mesh each device routes its own tokens. The 'expert' axis splits
-  tokens and experts: each token is dispatched to the devices of its experts,
-  which send the sums of their outputs back, to be combined. A device with
-  more tokens than the others works in more rounds, see `expert_mlp.py`.
+  On a mesh each device routes its own tokens. The 'expert' axis splits tokens and experts: each token is dispatched to
+  the devices of its experts, which send the sums of their outputs back, to be combined. A device with more tokens than
+  the others works in more rounds, see `expert_mlp.py`.
 
   Args:
     x: [B, T, D].

@@ -3,9 +3,8 @@
 Legend: a matrix W [L, (E,) in, out], where `in` and `out` may be several dimensions;
 n blocks of b <= 64 entries along its last input dimension.
 
-A quantized matrix has two rows in the parameter table instead of one: `codes`,
-and `scales` in bfloat16, the largest magnitude of each block. Matrices are
-dequantized on use, one at a time, in the forward and in the backward pass.
+A quantized matrix has two rows in the parameter table instead of one: `codes`, and `scales` in bfloat16, the largest
+magnitude of each block. Matrices are dequantized on use, one at a time, in the forward and in the backward pass.
 """
 
 from __future__ import annotations
@@ -170,8 +169,7 @@ def _block(size: int, kind: str) -> int:
 def block_axes(table: dict) -> dict[str, int]:
   """Returns {path: dimension of the blocks, from the end} of the quantizable matrices.
 
-  These are the matrices of layers, experts included, but not routers, embedding
-  and head.
+  These are the matrices of layers, experts included, but not routers, embedding and head.
   """
   return {
     path: spec.stack + input_dims(spec) - 1 - len(spec.shape)

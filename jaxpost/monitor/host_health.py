@@ -1,8 +1,7 @@
 """Cross-host health: stragglers and replica consistency.
 
-A straggler is a process that spends more time than others neither on devices nor waiting, but on reading data,
-grading, packing or garbage collection. Replicas of parameters, which must be equal on all devices, are compared bit by
-bit.
+A straggler is a process that spends more time than others neither on devices nor waiting, but on reading data, grading,
+packing or garbage collection. Replicas of parameters, which must be equal on all devices, are compared bit by bit.
 """
 
 from __future__ import annotations

@@ -195,9 +195,11 @@ def _cards(
   Times, counters that stayed 0, figures that another repeats, and steps, which the headline shows, are left out.
   """
   train = splits['train']
-  final = {name.removesuffix(f'/{stage}'): value for name, value in values.items() if name.endswith(f'/{stage}')}
+  names = [name for name in values if name.endswith(f'/{stage}') and not is_repeated(name, values)]
+  final = {name.removesuffix(f'/{stage}'): values[name] for name in names}
   judged = {key: _recent(train, key) for key in display.judged_by(algorithm, _keys(train) - final.keys())}
-  final |= {key: x for key, x in judged.items() if x is not None}
+  known = final | judged
+  final |= {key: x for key, x in judged.items() if x is not None and not display.says_nothing_new(key, known)}
   chosen = display.chosen(algorithm, {key.removeprefix('eval_') for key in final})
   ordered = [key for metric in chosen for key in (metric, f'eval_{metric}') if key in final]
   cards = []
@@ -205,7 +207,7 @@ def _cards(
     metric = key.removeprefix('eval_')
     history = _values(train, key) or _values(_held_out(splits), metric)
     is_informative = key in display.HEADLINES or final[key] or any(history)
-    if metric.startswith('time/') or key == 'steps' or not is_informative or _is_repeated(key, final):
+    if metric.startswith('time/') or key == 'steps' or not is_informative:
       continue
     has_first = history and key not in _TOTALS and not is_clock_key(metric)
     cards.append(dict(key=key, value=_shown(key, final[key]), first=_shown(key, history[0]) if has_first else None))
@@ -236,14 +238,11 @@ def terminal_summary(workdir: epath.PathLike, rows: Sequence[Mapping], console: 
 def is_repeated(name: str, values: Mapping[str, Any]) -> bool:
   """Returns whether a table can omit METRIC/STAGE: times of evaluations, and values that another figure repeats."""
   key, _, stage = name.rpartition('/')
-  return _is_repeated(key, {k.rpartition('/')[0]: v for k, v in values.items() if k.endswith(f'/{stage}')})
-
-
-def _is_repeated(key: str, of_stage: dict[str, Any]) -> bool:
+  of_stage = {k.rpartition('/')[0]: v for k, v in values.items() if k.endswith(f'/{stage}')}
   if not key.startswith('eval_'):
     return display.says_nothing_new(key, of_stage)
   key = key.removeprefix('eval_')
-  of_stage = of_stage | {k.removeprefix('eval_'): v for k, v in of_stage.items() if k.startswith('eval_')}
+  of_stage |= {k.removeprefix('eval_'): v for k, v in of_stage.items() if k.startswith('eval_')}
   return key.startswith('time/') or display.says_nothing_new(key, of_stage)
 
 

@@ -284,15 +284,18 @@ def decode_block(
   filled, numbers = slots.positions, jnp.arange(steps)
 
   def step(carry, inputs):
-    state, recent = carry
+    slots, recent = carry
     number, uniform = inputs
-    drawn = draw(model, weights, state, uniform, report=report, compute=compute, layout=constrain)
+    drawn = draw(model, weights, slots, uniform, report=report, compute=compute, layout=constrain)
+    entries = cache
+    if compute.platform == 'tpu' and read and table is None:  # sliced before the loop, they would be copied
+      entries = cache_storage.first_entries(jax.lax.optimization_barrier((state.cache, number))[0], rows, read)
     recent, hidden = model.decode(
-      weights, cache, recent, drawn.tokens, filled, step=number, compute=compute, constrain=constrain
+      weights, entries, recent, drawn.tokens, filled, step=number, compute=compute, constrain=constrain
     )
-    after, stopped = advance(state, drawn.tokens)
-    after = after.replace(hidden=hidden.astype(state.hidden.dtype))
-    return (after, recent), (drawn, state.active, stopped)
+    after, stopped = advance(slots, drawn.tokens)
+    after = after.replace(hidden=hidden.astype(slots.hidden.dtype))
+    return (after, recent), (drawn, slots.active, stopped)
 
   recent = cache_storage.empty_block(model, state.cache, rows, steps)
   # All uniforms of the block at once: the generator is a loop of its own.

@@ -80,8 +80,7 @@ def make_engine(placed: PlacedStage, slots: int = 0) -> NativeEngine:
 
 def run_key(seed: int, purpose: int) -> np.ndarray:
   """Returns key data [2] uint32; training and evaluation draw from different keys."""
-  key = jax.random.fold_in(jax.random.key(seed), purpose)
-  return np.asarray(jax.random.key_data(key))
+  return np.asarray(jax.random.key_data(jax.random.fold_in(jax.random.key(seed), purpose)))
 
 
 def make_sampler(placed: PlacedStage, engine: NativeEngine, purpose: int) -> Sampler | Episodes:
