@@ -191,6 +191,20 @@ def test_added_tokens_are_read_as_text_and_special_tokens_end_what_is_read(other
   assert aligned.tolist() == [[1, 1, 1, 0], [1, 0, 0, 0]]
 
 
+def test_nothing_is_read_from_a_special_token_of_the_teacher_on():
+  """Text that spells one, as </s> of an HTML page may, is that token to the teacher, and no text."""
+  own = tokenizer.load('bytes')
+  teacher = teacher_text.TextTeacher(None, None, None, None, tokenizer=own, student_tokenizer=own, room=99)
+  completions = np.array([[*b'a<|im_end|>b', own.eos_id]], np.int32)
+  zeros = np.zeros(completions.shape, np.float32)
+  prompts = (Prompt(0, np.array([65], np.int32), 'A', {}),)
+  rollout = Rollout(prompts, completions, np.array([completions.size]), zeros, zeros, finished=np.array([True]))
+  reading = teacher.reading(rollout)
+  assert reading.completions.tolist() == [[*b'a']] and reading.lengths.tolist() == [1]
+  logprobs, aligned = teacher.align(rollout, reading, np.full((1, 1), -2.0, np.float32), zeros)
+  assert logprobs[0, 0] == -2 and not logprobs[0, 1:].any() and aligned.sum() == 1
+
+
 def test_tokens_without_a_teacher_get_no_signal(student, other, tmp_path):
   """A prompt with too many tokens for the teacher leaves no room for the answers, and another one room for 3 tokens."""
   path = tmp_path / 'data.jsonl'

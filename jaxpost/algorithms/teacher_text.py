@@ -168,26 +168,20 @@ class TextTeacher(Frozen):
     logprobs = np.zeros(completions.shape, np.float32)  # the teacher has not sampled them
     return Rollout(own_prompts, completions, lengths, logprobs, logprobs, finished=rollout.finished)
 
-  def _read(self, ids: list[int]) -> tuple[list[int], bool]:
-    """Returns (the tokens of a completion, or those before the first that is no text; whether its end follows).
-
-    Where the student has sampled a special token, the teacher would not see it. If the text went on, the text would be
-    more likely with the teacher than with the student, and the special token would be rewarded.
-    """
-    stops = bool(ids) and ids[-1] in self.student_tokenizer.stop_ids
-    texts = self.texts[0].pieces(ids[:-1] if stops else ids)
-    if b'' in texts:
-      return ids[: texts.index(b'')], False
-    return ids[: len(texts)], stops
-
   def _completion(self, prompt: Prompt, ids: list[int]) -> list[int]:
-    """Returns the teacher's tokens of a completion: those of its text and, if it has one, of its end."""
-    read, stops = self._read(ids)
+    """Returns the teacher's tokens of a completion: those of its text and, if it has one, of its end.
+
+    Nothing is read from the first special token of either model on, which the other one would not see: if text followed
+    that is more likely without it, the special token would be rewarded.
+    """
+    read, stops = self.texts[0].readable(ids)
     # `Tokenizer.decode` may hide a token that is text to the model, such as <think>, and a space at the beginning.
     text = b''.join(self.texts[0].pieces(read)).decode(errors='replace')
     prompt_text = self.tokenizer.decode(prompt.tokens, skip_special=False) if self.tokenizer.adds_space else ''
     end = self.tokenizer.eos_id if isinstance(prompt.prompt, str) else self.turn_end
-    return chat.continuation(self.tokenizer, prompt_text, text) + [end] * stops
+    tokens = chat.continuation(self.tokenizer, prompt_text, text)
+    own_read, _ = self.texts[1].readable(tokens)
+    return own_read + [end] if stops and len(own_read) == len(tokens) else own_read
 
   def align(
     self, rollout: Rollout, reading: Rollout, logprobs: np.ndarray, old_logprobs: np.ndarray
@@ -204,7 +198,7 @@ class TextTeacher(Frozen):
     """
     out, aligned = np.array(old_logprobs, np.float64), np.zeros(old_logprobs.shape, np.float32)
     for n, (ids, length, their_length) in enumerate(zip(rollout.completions, rollout.lengths, reading.lengths)):
-      read, stops = self._read(ids[:length].tolist())
+      read, stops = self.texts[0].readable(ids[:length].tolist())
       mine = Example(ids[: len(read) + stops], np.ones(len(read) + stops, bool))
       theirs = Example(reading.completions[n, :their_length], np.ones(their_length, bool))
       spans = np.array([*text_alignment.spans(mine, theirs, self.texts)]).reshape(-1, 2, 2)  # side, start or stop

@@ -69,6 +69,13 @@ class Bytes:
     """Returns the text of each token: b'' for a special token, and for an id of the model without a token."""
     return [i < len(self.texts) and self.texts[i] or b'' for i in ids]
 
+  def readable(self, ids: list[int]) -> tuple[list[int], bool]:
+    """Returns (the tokens before the first that is no text, whether only a stop token at the end follows them)."""
+    pieces, stops = _pieces(ids, self)
+    if b'' in pieces:
+      return ids[: pieces.index(b'')], False
+    return ids[: len(pieces)], stops
+
 
 @functools.cache
 def _letters() -> dict[str, int]:
