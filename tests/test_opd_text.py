@@ -335,6 +335,15 @@ def test_a_template_that_refuses_a_prompt_is_refused_before_the_first_step(stude
   (tmp_path / 'tokens_of_teacher' / 'model' / 'chat_template.jinja').write_text("{{ raise_exception('no chats') }}")
   with pytest.raises(InputError, match='config.distill.teachers: prompt .*no chats'):
     jaxpost.policy_and_stream(text_config(student, folder, data=dict(path=chats(tmp_path / 'data.jsonl'))))
+  # With another prompt for the teacher, that one counts.
+  row = dict(prompt=[dict(role='user', content='1+1=')], hint='It is 2. 1+1=')
+  for name, (prompt, hint) in dict(taken=('prompt', 'hint'), refused=('hint', 'prompt')).items():
+    (tmp_path / f'{name}.jsonl').write_text(json.dumps({'prompt': row[prompt], 'hint': row[hint]}) + '\n')
+  config = text_config(student, folder, data=dict(path=str(tmp_path / 'taken.jsonl')), rl=dict(privileged='hint'))
+  jaxpost.policy_and_stream(config)[1].close()
+  config['data']['path'] = str(tmp_path / 'refused.jsonl')
+  with pytest.raises(InputError, match='config.distill.teachers: prompt .*no chats'):
+    jaxpost.policy_and_stream(config)
 
 
 # ----------------------------------------------------------------------- plan

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxpost.algorithms import distill_text
+from jaxpost.algorithms import distill_text, teachers
 from jaxpost.algorithms.base import Config, Precompute
 from jaxpost.data import chat, prompts, text_alignment
 from jaxpost.data.examples import Example
@@ -224,9 +224,8 @@ def make_text_teacher(role: Frozen, placed: Any, tokenizer: Tokenizer) -> TextTe
   room = config.rollout.max_prompt_length + config.rollout.max_new_tokens
   teacher = TextTeacher(**vars(role), tokenizer=tokenizer, student_tokenizer=own, room=room)
   if not (config.data.streaming or config.train_on_rollouts):
-    stream = placed.data.stream
-    for index in range(min(len(stream), _READ_FIRST)):
-      teacher.prompt(stream.prompt(index))
+    for prompt in map(placed.data.stream.prompt, range(min(len(placed.data.stream), _READ_FIRST))):
+      teacher.prompt(teachers.teacher_prompt(prompt, config, own) if config.rl.privileged else prompt)
   return teacher
 
 

@@ -72,9 +72,8 @@ class Bytes:
   def readable(self, ids: list[int]) -> tuple[list[int], bool]:
     """Returns (the tokens before the first that is no text, whether only a stop token at the end follows them)."""
     pieces, stops = _pieces(ids, self)
-    if b'' in pieces:
-      return ids[: pieces.index(b'')], False
-    return ids[: len(pieces)], stops
+    read = len([*itertools.takewhile(bool, pieces)])
+    return ids[:read], stops and read == len(pieces)
 
 
 @functools.cache
