@@ -88,6 +88,7 @@ def test_a_template_that_ignores_tools_is_warned_of_once(caplog):
     tokenizer.render_chat(chat, row=row)
   (text,) = caplog.messages
   assert text.startswith('the chat template of bytes does not read `tools`') and 'config.data.chat_template' in text
+  assert 'unless the prompts list them (config.data.system_prompt)' in text  # then nothing is wrong
 
 
 @pytest.mark.parametrize('folder', [False, True])

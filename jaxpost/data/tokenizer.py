@@ -155,8 +155,8 @@ class Tokenizer:
       )
     if tools and not _reads(template, 'tools'):
       _warn_once(
-        'the chat template of %s does not read `tools`, so the model is not shown the tools that it has: set '
-        'config.data.chat_template to a .jinja file that lists them, or describe them in config.data.system_prompt',
+        'the chat template of %s does not read `tools`, so the model is not shown its tools, unless the prompts list '
+        'them (config.data.system_prompt): set config.data.chat_template to a .jinja file that lists them',
         self.source,
       )
     # A fixed date, as templates that print today's date would change the run each day.
