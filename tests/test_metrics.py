@@ -393,6 +393,8 @@ def test_chosen_answers_that_become_less_likely_raise_one_alert():
   assert alerts_of(rows + [sick] * 12, 'dpo') == {'chosen': (55, 3)}
   assert alerts_of([row | {'reward': 0.5} for row in rows + [sick] * 12], 'online_dpo') == {}
   assert alerts_of([{'logps/chosen': -0.2}] * 5 + [{'logps/chosen': -1.5}] * 20, 'dpo') == {}
+  # Batches of kto without a desirable completion have 0, which is no level.
+  assert alerts_of([start | {'logps/chosen': 0.0}] * 4 + [start] * 30, 'kto') == {}
   alerts = Alerts()
   (text,) = [text for step, row in enumerate(rows + [sick] * 12, 1) for text in alerts.check('dpo', step, row)]
   assert text.startswith('logps/chosen fell from -200 to -410: ')

@@ -181,7 +181,7 @@ class Alerts:
   def _signals(self, stage: str, row: Mapping[str, Any]) -> Signals:
     signals = Signals({key: value for key, value in row.items() if value is not None})
     for key in ('entropy', 'completions/mean_length', 'logps/chosen'):
-      signals[f'start/{key}'] = self._level(stage, key, signals[key])
+      signals[f'start/{key}'] = self._level(stage, key, signals[key] or math.nan)  # 0: the row has no such answers
     self._failed[stage] += signals.get('failed_groups', 0)
     signals['all_failed'] = self._failed[stage]
     weights = (signals[key] for key in ('importance_weight', 'off_policy_kept', 'vespo/phi'))
