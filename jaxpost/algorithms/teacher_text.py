@@ -27,8 +27,6 @@ if TYPE_CHECKING:
   from jaxpost.data.sources import Rows
   from jaxpost.data.tokenizer import Tokenizer
 
-_READ_FIRST = 20_000  # prompts that a teacher reads before the first step, as many as `stage.checks.READ_FIRST`
-
 
 @dataclasses.dataclass
 class TextsOfTeacher:
@@ -212,19 +210,20 @@ class TextTeacher(Frozen):
     return out.astype(np.float32), aligned
 
 
-def make_text_teacher(role: Frozen, placed: Any, tokenizer: Tokenizer) -> TextTeacher:
+def make_text_teacher(role: Frozen, placed: Any, tokenizer: Tokenizer, limit: int) -> TextTeacher:
   """Makes a teacher of opd from its role; InputError if its chat template refuses one of the first prompts.
 
   Args:
     placed: the stage, a `stage.place.PlacedStage`.
     tokenizer: the teacher's, as it is stored with its weights.
+    limit: the most prompts that are checked.
   """
   config, own = placed.config, placed.inputs.tokenizer
   tokenizer = text_alignment.reader(tokenizer, own, config.data.template_kwargs)
   room = config.rollout.max_prompt_length + config.rollout.max_new_tokens
   teacher = TextTeacher(**vars(role), tokenizer=tokenizer, student_tokenizer=own, room=room)
   if not (config.data.streaming or config.train_on_rollouts):
-    for prompt in map(placed.data.stream.prompt, range(min(len(placed.data.stream), _READ_FIRST))):
+    for prompt in map(placed.data.stream.prompt, range(min(len(placed.data.stream), limit))):
       teacher.prompt(teachers.teacher_prompt(prompt, config, own) if config.rl.privileged else prompt)
   return teacher
 

@@ -15,7 +15,7 @@ from jaxpost.models import model as model_lib
 from jaxpost.models.parameters import join
 from jaxpost.programs import score, write_pieces
 from jaxpost.roles import Frozen, place
-from jaxpost.stage import load_weights, weight_sources
+from jaxpost.stage import checks, load_weights, weight_sources
 
 if TYPE_CHECKING:
   import numpy as np
@@ -72,7 +72,8 @@ def make_frozen(placed: PlacedStage, name: str, params: dict, workdir: epath.Pat
   if name.startswith('teacher_') and config.distill.align == 'text' and not (placed.distills or ledger.dry):
     from jaxpost.algorithms import teacher_text
 
-    return teacher_text.make_text_teacher(role, placed, weight_sources.tokenizer_of(source, {}))
+    tokenizer = weight_sources.tokenizer_of(source, {})
+    return teacher_text.make_text_teacher(role, placed, tokenizer, limit=checks.READ_FIRST)
   return role
 
 
