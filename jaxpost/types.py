@@ -187,7 +187,7 @@ class Scores(NamedTuple):
   reward_model: Array | None = None  # its output at every token
   values: Array | None = None  # of the critic, of the text before a token
   entropy: Array | None = None  # of the policy before the first update of the step
-  aligned: Array | None = None  # weight of the teachers that read the token's text in the same words (`distill.align`)
+  aligned: Array | None = None  # weight of the teachers that share a span of text with the token (`distill.align`)
 
   def computed(self) -> dict[str, Array]:
     """Returns {name: array} of the scores that are not None."""
