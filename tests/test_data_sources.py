@@ -292,7 +292,7 @@ def test_columns_option_renames_and_keeps_columns():
       read(bad_columns)
 
 
-@pytest.mark.parametrize('name', ['images', 'videos', 'audios'])
+@pytest.mark.parametrize('name', ['images', 'videos', 'audios', 'image', 'audio'])
 def test_rows_with_other_media_than_text_are_refused(name):
   """Their texts have placeholders such as <image>, which would be trained on as text."""
   row = {'prompt': '<image>\nWhat is this?', 'completion': 'A cat.', name: ['cat.png']}
@@ -300,6 +300,11 @@ def test_rows_with_other_media_than_text_are_refused(name):
     sources.read('x', fake_rows=[{**row, name: []}, row])
   (kept,) = sources.read('x', fake_rows=[row], map_fn=lambda row: {k: v for k, v in row.items() if k != name})
   assert kept == {k: v for k, v in row.items() if k != name}
+
+
+def test_image_may_be_the_name_of_a_container():
+  row = {'prompt': 'Mend the test.', 'completion': 'Done.', 'image': 'python:3.12'}
+  assert [*sources.read('x', fake_rows=[row])] == [row]
 
 
 def test_map_fn_maps_drops_and_counts(tmp_path):

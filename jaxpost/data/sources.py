@@ -199,8 +199,8 @@ def _where(prefix: str, number: int) -> str:
 
 def _recognize(row: Row, where: str) -> Row:
   """Maps sharegpt and alpaca rows to TRL's columns; returns others unchanged. InputError for other media than text."""
-  for name in ('images', 'videos', 'audios'):
-    if row.get(name):
+  for name in ('images', 'videos', 'audios', 'image', 'video', 'audio'):
+    if row.get(name) and (name.endswith('s') or not isinstance(row[name], str)):  # `image` may name a container
       raise InputError(f'{where}: {name}: only text is supported; drop the row, or the column, in config.data.map')
   is_sharegpt = 'conversations' in row and not {'messages', 'prompt'} & set(row)
   is_alpaca = {'instruction', 'output'} <= set(row) and not {'messages', 'prompt', 'completion'} & set(row)
