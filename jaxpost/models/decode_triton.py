@@ -111,7 +111,7 @@ def attend(
   static = _Static(window, cfg.chunked, cfg.attention_softcap)
   stages = _STAGES if max(wide, wide_v) <= _WIDE else _WIDE_STAGES
   out, lse2 = pl.pallas_call(
-    functools.partial(_kernel, sizes=(group, size, values, block), parts=parts, static=static),
+    functools.partial(_kernel, sizes=(group, size, values), parts=parts, static=static),
     grid=(heads, slots, parts),
     in_specs=[pl.BlockSpec(shape, index) for _, shape, index in arrays],
     out_specs=[
@@ -150,9 +150,9 @@ def _kernel(
 ):
   """Attends from the queries of a kv head to a part of the entries of its slot; part 0 includes the recent tokens.
 
-  sizes: (G, h, hv, T). parts: number of the parts of entries.
+  sizes: (G, h, hv). parts: number of the parts of entries.
   """
-  group, size, values, block = sizes
+  group, size, values = sizes
   filled, step, part = filled_ref[pl.program_id(1)], step_ref[0], pl.program_id(2)
   position = filled + step  # of the query
   first = jnp.int32(0)
@@ -173,7 +173,7 @@ def _kernel(
   def add_recent(carry):
     steps = jnp.arange(new_k_ref.shape[0])
     mask = (steps <= step) & (filled + steps >= first)
-    return add(carry, _load(new_k_ref, steps < block, size), _load(new_v_ref, steps < block, values), mask)
+    return add(carry, _load(new_k_ref, mask, size), _load(new_v_ref, mask, values), mask)
 
   low, high = first // _ENTRIES, pl.cdiv(filled, _ENTRIES)
   blocks_per_part = pl.cdiv(high - low, parts)
