@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import types
@@ -56,7 +57,7 @@ import dataclasses, importlib, json, math, re, sys
 
 from jaxpost.planning import machines
 from jaxpost.models import presets
-from jaxpost.planning import aot, cost, dry_run
+from jaxpost.planning import aot, cost, dry_run, hlo
 
 name, gpus, mesh, over = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
 topology = machines.parse(f'h200:1x{gpus // 8}x8')
@@ -87,6 +88,15 @@ def overlapped(text):
         found.append(bool(re.search(r'gemm_fusion_dot\\S* =|custom_call_target="__(?:cu|gpu)', rest)))
   return found
 
+def kernels_between_layers(text):
+  '''The kernels from the attention of a decoded layer to that of the next.'''
+  for ops in hlo.parse(text)[0].values():
+    kernels = [op for op in ops.values() if op.kind in ('fusion', 'custom-call', 'copy')]
+    attention = [i for i, op in enumerate(kernels) if re.search(r'\\bdecode_\\d+/', hlo.op_name(op))]
+    if len(attention) == 2:
+      return attention[1] - attention[0]
+  return 0
+
 compiled = aot.compile_stage(p, topology)
 kit, out = compiled.placed, {}
 for row in compiled.rows:
@@ -97,7 +107,7 @@ for row in compiled.rows:
       r'(?:f32|bf16)\\[([\\d,]+)\\]', text) if str(each) in dims.split(',')]
   said = out.setdefault(row['program'], [])
   said.append(dict(
-      shapes=row['shapes'], overlapped=overlapped(text), kernels=len(set(re.findall(
+      shapes=row['shapes'], overlapped=overlapped(text), layer=kernels_between_layers(text), kernels=len(set(re.findall(
           r'attention_(?:forward|queries|keys)_', text))),
       wide=max(wide, default=0), most=max(
           p.inputs.model.config.hidden_size, kit.compute.head_elements // each),
@@ -260,6 +270,10 @@ def test_programs_of_a_config_compile_for_gpus(name, gpus):
       assert bool(facts['kernels']) == (program in USE_ATTENTION_KERNEL[name]), program
       assert facts['wide'] <= facts['most'], (program, facts)
       assert not facts['unknown'], (program, facts)
+  for facts in programs.get('generate', ()):
+    # A layer has 4 products, attention, 2 norms and those of queries and keys, a slice of each, 2 writes to the cache,
+    # the activation and a sum. With 32 slots of a device or fewer, kernels of their own add the parts of split products.
+    assert 0 < facts['layer'] <= 16
   for facts in programs['update']:
     sent, least = (facts[k]['reduce-scatter']['fsdp'] for k in ('found', 'least'))
     assert 0 < sent <= 1.05 * least
@@ -322,15 +336,24 @@ def test_planned_update_of_packed_rows_stays_within_flops_and_memory_bounds(tmp_
 
 @needs_cuda
 @pytest.mark.long
-def test_planned_decoding_does_not_copy_the_cache(tmp_path):
-  """For each token, weights and cache are read once; all other traffic is at most 21 % of that."""
+@pytest.mark.parametrize('flags, bound', [('', 1.27), ('--xla_gpu_experimental_force_split_k=1', 1.11)])
+def test_planned_decoding_does_not_copy_the_cache(tmp_path, monkeypatch, flags, bound):
+  """For each token, weights and filled cache entries are read once; `bound` is all traffic, divided by that.
+
+  With 64 slots, XLA splits the terms of a product into 2 to 8 parts, so that all multiprocessors have work. The float32
+  sums of the parts are the difference of the two cases: 1.2 GB a token, which mostly stay in the second-level cache.
+  """
+  monkeypatch.setenv('XLA_FLAGS', flags)
   rows = planned(
     tmp_path, '--config=configs/grpo_gsm8k.py', '--config.rollout.slots=64', '--programs=generate,insert,move'
   )
   generate = [row for row in rows if row['program'] == 'generate']
   largest = max(generate, key=lambda row: row['memory_traffic_bytes'])
   bytes_held = largest['bytes_per_chip']
-  assert largest['memory_traffic_bytes'] <= 32 * 1.21 * (bytes_held['parameters'] + bytes_held['kv_cache'])
+  entries = int(re.match(r'\[64, 8, (\d+), 128\]', largest['shapes'])[1])
+  filled = 320 + (512 - 32) / 2  # at the start of a block of 32 steps, averaged over a completion
+  once = bytes_held['parameters'] + bytes_held['kv_cache'] * filled / entries
+  assert largest['memory_traffic_bytes'] <= 32 * bound * once
   for row in rows:
     if row['program'] in ('insert', 'move'):
       assert row['bytes_per_chip']['temporaries'] <= 2**28
