@@ -32,11 +32,11 @@ class Compute:
     platform: 'cpu', 'gpu' or 'tpu', for what XLA does well on one of them only.
     group_block: rows of a group that are multiplied at a time.
     ragged: use `jax.lax.ragged_dot` where it has a kernel. Elsewhere it multiplies every row by every matrix, as it
-      does everywhere for the gradient of the matrices, which is therefore computed by blocks.
+      does everywhere for the gradient of the matrices, which it therefore does not compute.
     attention: implementation, see `models.layers.attention`.
     forced: raise an error where it does not support something, instead of using another one.
     decode_kernel: decode by `models/decode_triton.py`; an engine clears it for models that this does not support.
-    grouped_kernel: multiply groups of rows, of 16 bits, by `models/grouped_triton.py`.
+    grouped_kernel: multiply groups of rows, of 16 bits, by a kernel, see `models.grouped.grouped`.
     rejected_shapes: `AttentionShape`s for which the attention kernel is wrong on this device; XLA computes those.
   """
 
@@ -103,7 +103,7 @@ def compute_for(
     group_block=256,
     ragged=platform == 'tpu',
     decode_kernel=attention == 'triton' and triton,
-    grouped_kernel=platform != 'tpu' and dtype != 'float32' and triton,
+    grouped_kernel=triton and dtype in (('bfloat16',) if platform == 'tpu' else ('bfloat16', 'float16')),
   )
 
 

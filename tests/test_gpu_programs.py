@@ -272,7 +272,7 @@ def test_programs_of_a_config_compile_for_gpus(name, gpus):
       assert not facts['unknown'], (program, facts)
   for facts in programs.get('generate', ()):
     # A layer has 4 products, attention, 2 norms and those of queries and keys, a slice of each, 2 writes to the cache,
-    # the activation and a sum. With 32 slots of a device or fewer, kernels of their own add the parts of split products.
+    # the activation and a sum. With 32 slots of a device or fewer, one more kernel adds the parts of a split product.
     assert 0 < facts['layer'] <= 16
   for facts in programs['update']:
     sent, least = (facts[k]['reduce-scatter']['fsdp'] for k in ('found', 'least'))

@@ -1,4 +1,4 @@
-"""The Triton kernel of grouped matrix products of experts: results, its check, and its place in plans.
+"""The kernels of grouped matrix products of experts: results, their check, and their place in plans.
 
 On CPUs, Pallas' interpreter runs the kernel.
 
@@ -186,10 +186,41 @@ def test_kernel_on_each_of_four_devices_matches_one_device():
   assert len(errors) == 3 and {k: x for k, x in errors.items() if not x <= 1e-2} == {}
 
 
-def test_kernel_is_on_for_gpus_in_16_bits_only():
+@pytest.fixture
+def interpreted_on_tpus(monkeypatch):
+  """Runs the kernel for TPUs, which is part of JAX, in Pallas' interpreter, and takes this device for a TPU."""
+  megablox = importlib.import_module('jax.experimental.pallas.ops.tpu.megablox.gmm')
+  monkeypatch.setattr(megablox, 'tgmm', functools.partial(megablox.tgmm, interpret=True))
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'tpu')
+  return megablox
+
+
+@pytest.mark.parametrize('out', ['bfloat16', 'float32'])
+@pytest.mark.parametrize('case', [*CASES, 'tiles for TPUs'])
+def test_matrices_of_tpus_match_one_product_per_group(interpreted_on_tpus, case, out):
+  """Rows that belong to no group do not count: NaN among them would show."""
+  case = (CASES | {'tiles for TPUs': (600, 1100, 800, [300, 0, 256, 5])})[case]
+  x, w, g, sizes, groups = draw(case, 'bfloat16')
+  _, _, dw = reference(x, w, g, groups)
+  x, g = (jnp.where(groups[:, None] < 0, jnp.nan, a).astype(a.dtype) for a in (x, g))
+  ours = grouped._groups_of_rows(x, g, sizes, compute_for('tpu', 'bfloat16', 'none'), out)
+  assert ours.dtype == out
+  close(ours, dw, 1e-5 if out == 'float32' else 5e-3)
+
+
+def test_the_kernel_for_tpus_is_checked(monkeypatch, interpreted_on_tpus):
+  matrix, kernel = grouped_check.Matrix(40, 24), interpreted_on_tpus.tgmm
+  monkeypatch.setattr(grouped_check, '_ROWS', (60,))
+  assert not grouped_check.trusted.__wrapped__(grouped_check.GROUPED, matrix, 'bfloat16')
+  monkeypatch.setattr(interpreted_on_tpus, 'tgmm', lambda *args: kernel(*args) * 2)
+  assert 'off by' in grouped_check.trusted.__wrapped__(grouped_check.GROUPED, matrix, 'bfloat16')
+
+
+def test_kernel_is_on_for_accelerators_in_16_bits_only():
   assert compute_for('gpu', 'bfloat16', 'none').grouped_kernel
   assert compute_for('gpu', 'float16', 'none', 'chunked').grouped_kernel
-  for platform, dtype in ('gpu', 'float32'), ('tpu', 'bfloat16'), ('cpu', 'bfloat16'):
+  assert compute_for('tpu', 'bfloat16', 'none').grouped_kernel
+  for platform, dtype in ('gpu', 'float32'), ('tpu', 'float16'), ('tpu', 'float32'), ('cpu', 'bfloat16'):
     assert not compute_for(platform, dtype, 'none').grouped_kernel
 
 
@@ -365,6 +396,38 @@ def test_kernel_compiles_for_gpus_without_copies():
   for (n, d, f, _), (memory, flops) in zip(shapes, figures.values(), strict=True):
     assert memory < 2**17  # room for the numbers of tiles, but for no array of rows or matrices
     assert flops == pytest.approx(3 * 2 * n * d * f, rel=0.01)
+
+
+COMPILE_FOR_V5E = """
+import json, jax
+from jaxpost.models import grouped
+from jaxpost.matmul import compute_for
+from jaxpost.planning import machines
+
+topology = machines.parse('v5e:2x2')
+machines.set_environment(topology)
+sharding = jax.sharding.SingleDeviceSharding(machines.devices(topology)[0])
+compute, out = compute_for('tpu', 'bfloat16', 'none'), {}
+
+def gradient(x, g, sizes):
+  return grouped._groups_of_rows(x, g, sizes, compute, 'float32')
+
+for n, d, f, e in SHAPES:
+  shapes = ((n, d), 'bfloat16'), ((n, f), 'bfloat16'), ((e,), 'int32')
+  done = jax.jit(gradient).lower(*(jax.ShapeDtypeStruct(*s, sharding=sharding) for s in shapes)).compile()
+  out[f'{n} {d} {f} {e}'] = done.memory_analysis().temp_size_in_bytes, done.as_text().count('"tpu_custom_call"')
+print(json.dumps(out))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='needs jax[tpu], but no TPU')
+@pytest.mark.long
+def test_kernel_compiles_for_tpus_without_copies():
+  """Training of Qwen3-30B-A3B and GPT-OSS-20B, whose tiles fit into the fast memory of a v5e."""
+  shapes = [(65536, 2048, 768, 128), (65536, 768, 2048, 128), (8192, 2880, 2880, 32)]
+  done = children.run('-c', COMPILE_FOR_V5E.replace('SHAPES', str(shapes)), timeout=900)
+  for memory, calls in json.loads(done.stdout.splitlines()[-1]).values():
+    assert memory < 2**20 and calls == 1
 
 
 if __name__ == '__main__':

@@ -1,7 +1,7 @@
-"""Checks the results of the grouped matmul kernel on this device, for the shapes of a run's experts.
+"""Checks the results of the grouped matmul kernels on this device, for the shapes of a run's experts.
 
-The check runs before the programs of a run are compiled. If the kernel is wrong, XLA computes the experts.
-`models/grouped_triton.py` has the kernel.
+The check runs before the programs of a run are compiled. If a kernel is wrong, XLA computes the experts.
+`models/grouped.py` calls the kernels.
 
 Legend: N rows, E groups, D inputs, F outputs.
 """
@@ -89,7 +89,7 @@ def errors(matrix: Matrix, dtype: str) -> dict[str, float]:
 
   An error is the largest difference from XLA in float32 over the largest value; the largest of all `_ROWS` counts.
   """
-  compute = Compute(dtype, platform='gpu', grouped_kernel=True)
+  compute = Compute(dtype, platform='gpu', ragged=jax.default_backend() == 'tpu', grouped_kernel=True)
 
   @functools.partial(jax.jit, compiler_options=kernel_check.compiler_options())
   def measured(key: jax.Array) -> list[jax.Array]:

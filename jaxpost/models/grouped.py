@@ -14,14 +14,16 @@ from jaxpost.matmul import Compute, einsum, on_bits, precision_of
 
 # On a GPU, the largest number of blocks per matrix for which each block gets a copy of its matrix, instead of a loop.
 _COPIES = 4
+_TPU_TILE = 256, 1024, 768  # rows, inputs and outputs that `_groups_by_megablox` multiplies at a time
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def grouped(x: jax.Array, w: jax.Array, sizes: jax.Array, compute: Compute, out: str = 'float32') -> jax.Array:
   """Multiplies each group of rows by its own matrix: [N, F].
 
-  With `compute.grouped_kernel` this is one kernel for all groups (`grouped_triton.py`). It is for one device, or for
-  code inside a `jax.shard_map` over the whole mesh, as in `moe.py`.
+  With `compute.grouped_kernel` this is one kernel for all groups: on GPUs `grouped_triton.py`, on TPUs
+  `jax.lax.ragged_dot` and, for the gradient of the matrices, the kernel that comes with JAX. It is for one device, or
+  for code inside a `jax.shard_map` over the whole mesh, as in `moe.py`.
 
   Args:
     x: [N, D], the rows of group 0, then of group 1, ...; results of further rows are 0.
@@ -52,7 +54,7 @@ grouped.defvjp(_grouped_forward, _grouped_backward)
 def _rows_by_groups(spec, x, w, sizes, compute, out):
   """Computes `einsum(spec, x, w[e])` for the rows of each group e."""
   x, w = x.astype(compute.dtype), w.astype(compute.dtype)
-  if compute.grouped_kernel:
+  if compute.grouped_kernel and not compute.ragged:
     from jaxpost.models import grouped_triton
 
     return grouped_triton.rows_by_groups(x, w, sizes, transposed=spec != 'nd,df->nf', out=out)
@@ -94,6 +96,8 @@ def _all_blocks(spec, x, w, sizes, blocks, dtype):
 
 def _groups_of_rows(x, g, sizes, compute, out):
   """Computes x^T g for the rows of each group, [E, D, F]: the gradient of its matrix."""
+  if compute.grouped_kernel and compute.ragged:
+    return _groups_by_megablox(x, g, sizes, out)
   if compute.grouped_kernel:
     from jaxpost.models import grouped_triton
 
@@ -108,6 +112,17 @@ def _groups_of_rows(x, g, sizes, compute, out):
 
   dw = jnp.zeros((len(sizes), x.shape[1], g.shape[1]), jnp.float32)
   return blocks.loop(add_block, dw).astype(out)
+
+
+def _groups_by_megablox(x, g, sizes, out):
+  """Computes `_groups_of_rows` by a kernel for TPUs, which reads and writes a matrix once and not for each block."""
+  from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+  rows, *sides = _TPU_TILE
+  x, g = (jnp.pad(y, ((0, -len(y) % rows), (0, 0))) for y in (x, g))
+  tile = rows, min(sides[0], x.shape[1]), min(sides[1], g.shape[1])
+  with jax.named_scope('grouped_matrices'):
+    return tgmm(x.T, g, sizes, jnp.dtype(out), tile)  # the kernel transposes x back: XLA removes both
 
 
 class _Blocks:
