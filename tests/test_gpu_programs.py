@@ -252,6 +252,14 @@ def compiled(name, gpus):
   return json.loads(done.stdout.splitlines()[-1])
 
 
+def test_ci_runs_the_tests_that_need_a_compiler_for_other_devices():
+  files = {
+    path.name for path in CLONE.glob('tests/test_*.py') if re.search(r"'(libtpu|jax_cuda13_plugin)'", path.read_text())
+  }
+  (listed,) = re.findall(r'^described\(\) \{(.*?)^\}', (CLONE / '.ci/run').read_text(), re.DOTALL | re.MULTILINE)
+  assert files and files == set(re.findall(r'tests/(\w+\.py)', listed))
+
+
 needs_cuda = pytest.mark.skipif(
   importlib.util.find_spec('jax_cuda13_plugin') is None,
   reason=("no jax_cuda13_plugin, which compiles for these: pip install 'jax[cuda13]'"),
