@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 SHARED_PREFIX = 'shared_'  # of the parameters of the shared expert
 _MATRICES = ('gate', 'up', 'down')
+# Rows that a GPU multiplies without rounds, even if one device gets all of them, as in decoding: the host waits for the
+# device at each round. With more rows, as in training, rounds without rows would cost more than the wait.
+_ROWS_AT_ONCE = 8192
 
 
 class _Sharding(NamedTuple):
@@ -169,14 +172,14 @@ def _mlp_on_device(
   types = compute.dtype, sharding.reduce_dtype
   p = {name: _gather_fsdp(w, sharding.specs[name], *types) for name, w in p.items()}
   num_local = cfg.experts.num // sharding.size
-  first, room = 0, 0
+  first = room = 0
   if sharding.size > 1:
     first = jax.lax.axis_index('expert') * num_local
     if sharding.tokens_split:
       sent, rows = expert_parallel.dispatch_tokens(*rows, num_local, sharding.exact)
-  if sharding.tokens_split:
-    # Twice the token-expert pairs that a device gets if routing is even.
-    room = 2 * routing.chosen.size
+  pairs = routing.chosen.size  # of a token and an expert that a device gets if routing is even
+  if sharding.tokens_split and (compute.platform != 'gpu' or sharding.size * pairs > _ROWS_AT_ONCE):
+    room = 2 * pairs
   tensor_shards = jax.lax.axis_size('tensor') if 'tensor' in sharding.specs['up'] else 1
   if 'down_bias' in p:  # each tensor shard adds its share
     p = p | {'down_bias': p['down_bias'] / tensor_shards}
