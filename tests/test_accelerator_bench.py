@@ -116,20 +116,41 @@ def test_mfu_counts_the_context_of_packed_documents(tmp_path, monkeypatch):
   assert model.flops_of_update(context) - model.flops_of_update(0) == pytest.approx(3 * 32.5 * attention)
 
 
-@pytest.mark.long
-def test_every_row_runs_at_tiny_shapes(tmp_path):
-  """It is the command that a user runs, on the devices of this machine."""
-  out = tmp_path / 'out.jsonl'
+def run_tiny(folder, *words):
+  """Runs the command that a user runs, on the devices of this machine; returns {row: its line}."""
+  out = folder / 'out.jsonl'
   process = subprocess.run(
-    [sys.executable, '-m', 'launch.bench', 'accelerator', '--tiny', '--budget=40m', f'--out={out}'],
+    [sys.executable, '-m', 'launch.bench', 'accelerator', '--tiny', '--budget=40m', f'--out={out}', *words],
     capture_output=True,
     text=True,
-    env=os.environ | {'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'cache')},
+    env=os.environ | {'JAX_COMPILATION_CACHE_DIR': str(folder / 'cache')},
   )
   assert process.returncode == 0, process.stderr[-3000:]
   lines = {line['row']: line for line in lines_of(out)}
-  assert list(lines) == list(rows.ROWS)
   assert not {k: x['error'] for k, x in lines.items() if 'error' in x}
+  return lines
+
+
+# A row for each function that measures.
+EACH_KIND = (
+  'versions,rates,options,kernels,bits,sft/qwen3_0_6b,mismatch,decode/qwen3_1_7b/128x1024,prefill,moves,'
+  'grpo/qwen3_1_7b/slots=256'
+)
+
+
+@pytest.mark.ci
+@pytest.mark.long
+def test_a_row_of_each_kind_runs_at_tiny_shapes(tmp_path):
+  lines = run_tiny(tmp_path, f'--rows={EACH_KIND}')
+  assert {rows.ROWS[name].measure for name in lines} == {row.measure for row in rows.ROWS.values()}
+  assert lines['bits']['bit_equal'] and lines['sft/qwen3_0_6b']['tokens_per_s'] > 0
+  assert lines['grpo/qwen3_1_7b/slots=256']['first_step_refused'] == ''
+
+
+@pytest.mark.long
+def test_every_row_runs_at_tiny_shapes(tmp_path):
+  lines = run_tiny(tmp_path)
+  assert list(lines) == list(rows.ROWS)
   assert lines['versions']['packages']['jax'] == jax.__version__
   assert lines['bits']['bit_equal']
   sft = lines['sft/qwen3_1_7b']
