@@ -708,12 +708,16 @@ def test_kernels_that_jax_cannot_import_are_not_used(monkeypatch, verify_splash,
   grouped_check.trusted.cache_clear()
 
 
-def test_choices_report_which_implementation_decodes(tmp_path):
-  folder = tiny.folder(tmp_path / 'model', head_dim=64)
-  for overrides, rejected, attention in (
-    (dict(), False, 'triton (gpu)'),
-    (dict(), True, 'triton (gpu), decoding by XLA'),
-    (dict(rollout=dict(page_size=16)), False, 'triton (gpu), decoding by XLA'),
+def test_choices_report_what_xla_computes(tmp_path):
+  """This is decoding, or rows whose samples share their prompt."""
+  folder, shared = tiny.folder(tmp_path / 'model', head_dim=64), dict(train=dict(share_prompt=True))
+  for platform, overrides, rejected, attention in (
+    ('gpu', dict(), False, 'triton (gpu)'),
+    ('gpu', shared, False, 'triton (gpu)'),
+    ('gpu', dict(), True, 'triton (gpu), decoding by XLA'),
+    ('gpu', dict(rollout=dict(page_size=16)), False, 'triton (gpu), decoding by XLA'),
+    ('tpu', dict(), False, 'splash (tpu)'),
+    ('tpu', shared, False, 'splash (tpu), by XLA for rows with a shared prompt'),
   ):
     (prepared,) = prepare.prepare_all(tiny.grpo_config(folder, **overrides))
     try:
@@ -721,7 +725,7 @@ def test_choices_report_which_implementation_decodes(tmp_path):
     finally:
       prepared.close()
     compute = dataclasses.replace(
-      compute_for('gpu', 'bfloat16', 'none'), **{'decode_kernel': False} if rejected else {}
+      compute_for(platform, 'bfloat16', 'none'), **{'decode_kernel': False} if rejected else {}
     )
     assert dataclasses.replace(placed, compute=compute).choices['model.attention'] == attention
 

@@ -13,7 +13,7 @@ from jaxpost.monitor.timeline import Timeline
 from jaxpost.programs.compile import GATHER_OPTIONS, GPU_OPTIONS, Ledger
 from jaxpost.stage import batch_shape, checks
 from jaxpost.stage.batch_shape import BatchShape
-from jaxpost.stage.records import Inputs, PreparedStage
+from jaxpost.stage.records import Inputs, PreparedStage, has_branches
 
 if TYPE_CHECKING:
   import jax
@@ -81,6 +81,8 @@ class PlacedStage(PreparedStage):
       out[field] = f'{functools.reduce(getattr, field.split("."), config)} ({reason})'
     if compute.rejected_shapes:
       out['model.attention'] += f', by XLA for {len(compute.rejected_shapes)} shapes that it gets wrong'
+    if compute.attention == 'splash' and has_branches(self.inputs, self.data):
+      out['model.attention'] += ', by XLA for rows with a shared prompt'
     if compute.attention == 'triton' and checks.samples(config, self.algorithm):
       from jaxpost.models import attention_kernels
 
