@@ -157,7 +157,7 @@ def test_layer_of_experts_matches_xla(interpreted, room):
 
 
 def main():
-  """Prints {mesh: (largest relative error, loops)} of a layer of experts on 4 devices, each of which runs the kernel."""
+  """Prints {mesh: (largest relative error, loops)} of a layer of experts on 4 devices, which run the kernel."""
   from jaxpost.distributed.phases import make_layout
 
   grouped_triton.rows_by_groups = functools.partial(ROWS, interpret=True)

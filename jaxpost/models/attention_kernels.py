@@ -1,7 +1,6 @@
 """Flash-attention kernels: splash (TPU) and Triton (GPU).
 
-Legend: B rows, T tokens (t of a part), H heads, K kv heads, h head size, hv
-that of values, n parts of a row.
+Legend: B rows, T tokens (t of a part), H heads, K kv heads, h head size, hv that of values, n parts of a row.
 
 `REFUSALS` says what each kernel does not support. `layers.attention` is the only caller.
 """

@@ -1,8 +1,7 @@
 """The expert MLPs of one device: rows sorted by expert, multiplied in groups.
 
-Legend: N tokens of the device, D hidden size, F size of an expert, e experts of
-the device, k experts of a token, M rows (a token counts once for each of its
-experts here).
+Legend: N tokens of the device, D hidden size, F size of an expert, e experts of the device, k experts of a token, M
+rows (a token counts once for each of its experts here).
 
 Rows are sorted by expert, and `grouped.grouped` multiplies each run of them by its matrices. With expert parallelism
 the number of rows of a device is known only at run time; `_in_rounds` processes them in as many rounds of a fixed

@@ -1,11 +1,9 @@
 """Expert parallelism: all-to-all dispatch of tokens to their experts, and combine.
 
-Legend: n devices along the mesh axis, N rows of each (a row is a token), D
-width of a row, k experts of a row.
+Legend: n devices along the mesh axis, N rows of each (a row is a token), D width of a row, k experts of a row.
 
-A row is sent once to each device that has some of its experts, which sends one sum
-back. Nothing is dropped: the receive buffer has room for all rows of all devices, as
-much as an all-gather of them would take.
+A row is sent once to each device that has some of its experts, which sends one sum back. Nothing is dropped: the
+receive buffer has room for all rows of all devices, as much as an all-gather of them would take.
 """
 
 import jax

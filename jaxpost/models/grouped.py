@@ -118,11 +118,10 @@ def _groups_by_megablox(x, g, sizes, out):
   """Computes `_groups_of_rows` by a kernel for TPUs, which reads and writes a matrix once and not for each block."""
   from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
-  rows, *sides = _TPU_TILE
+  rows, inputs, outputs = _TPU_TILE
   x, g = (jnp.pad(y, ((0, -len(y) % rows), (0, 0))) for y in (x, g))
-  tile = rows, min(sides[0], x.shape[1]), min(sides[1], g.shape[1])
-  with jax.named_scope('grouped_matrices'):
-    return tgmm(x.T, g, sizes, jnp.dtype(out), tile)  # the kernel transposes x back: XLA removes both
+  # The kernel transposes x back, so that XLA removes both.
+  return tgmm(x.T, g, sizes, jnp.dtype(out), (rows, min(inputs, x.shape[1]), min(outputs, g.shape[1])))
 
 
 class _Blocks:

@@ -169,8 +169,7 @@ def _mlp_on_device(
     out = expert_mlp.apply_experts(p, *rows, first=0, cfg=cfg, compute=compute).astype(compute.residual)
     return out.reshape(x.shape), routing
 
-  types = compute.dtype, sharding.reduce_dtype
-  p = {name: _gather_fsdp(w, sharding.specs[name], *types) for name, w in p.items()}
+  p = {name: _gather_fsdp(w, sharding.specs[name], compute.dtype, sharding.reduce_dtype) for name, w in p.items()}
   num_local = cfg.experts.num // sharding.size
   first = room = 0
   if sharding.size > 1:

@@ -125,8 +125,7 @@ def place_stage(
 
     options = probe.run_options(GPU_OPTIONS | GATHER_OPTIONS, config.train.deterministic)
     ledger.options = options | (ledger.options or {})
-  section = config.model
-  compute = compute_for(platform, section.dtype, section.remat, section.attention, memory, triton=triton)
+  compute = compute_for(platform, config.model.dtype, config.model.remat, config.model.attention, memory, triton=triton)
   if compute.uses_kernel or compute.grouped_kernel:
     from jaxpost.stage import kernel_uses
 
@@ -152,7 +151,5 @@ def _objectives(inputs: Inputs) -> dict[str, Objective]:
     router=(config.router.balance_coef, config.router.z_coef),  # of the losses in `routing.balance_loss`
     seed=config.seed,
   )
-  objectives = {'policy': policy}
-  if critic := algorithm.critic(config):
-    objectives['critic'] = critic
-  return objectives
+  critic = algorithm.critic(config)
+  return {'policy': policy, 'critic': critic} if critic else {'policy': policy}
