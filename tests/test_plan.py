@@ -430,6 +430,20 @@ ENTRY %main (s: s32[4], x: bf16[64,16], w: bf16[3,16,8]) -> f32[64,8] {
   assert cost.count(text).flops == 2 * real * 16 * 8
 
 
+def test_flops_of_the_tpu_kernel_for_gradients_of_experts():
+  """The gradient of 3 matrices of 16 x 8, from 64 rows of all experts."""
+  text = """HloModule jit_f, is_scheduled=true
+
+ENTRY %main (s: s32[4], x: bf16[64,16], g: bf16[64,8]) -> f32[3,16,8] {
+  %s = s32[4]{0} parameter(0)
+  %x = bf16[64,16]{1,0} parameter(1)
+  %g = bf16[64,8]{1,0} parameter(2)
+  ROOT %y = f32[3,16,8]{2,1,0} custom-call(%s, %x, %g), CALL
+}
+""".replace('CALL', 'custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/jit(tgmm)/pallas_call"}')
+  assert cost.count(text).flops == 2 * 64 * 16 * 8
+
+
 @pytest.mark.parametrize(
   'branches', ['true_computation=%dear, false_computation=%cheap', 'branch_computations={%cheap, %dear}']
 )
@@ -684,17 +698,17 @@ def measured_seconds(row):
 
 @pytest.mark.parametrize('window, filled, read', [(0, 0, 800), (0, 496, 496), (128, 496, 128), (4096, 0, 800)])
 def test_decode_kernel_reads_only_filled_entries_of_the_cache(window, filled, read):
-  """The kernel reads the filled entries of the slots in use, within the window."""
+  """The kernel reads the filled entries of the slots in use, within the window, and half of a block on average."""
   text = (
     '  %x = (bf16[1,64,8,2,128]{4,3,2,1,0}) custom-call(%a, %b, %c), custom_call_target="__gpu$xla.gpu.triton", '
     f'metadata={{op_name="jit(generate)/while/body/decode_{window}"}}'
   )
-  operands = [hlo.Array('bf16', dims, False) for dims in ((64, 8, 2, 128), (256, 8, 800, 128), (256, 8, 800, 64))]
+  shapes = (64, 8, 2, 128), (256, 8, 800, 128), (256, 8, 800, 64), (64, 8, 32, 128), (64, 8, 32, 64)
+  operands = [hlo.Array('bf16', dims, False) for dims in shapes]
   op = hlo.Op('x', 'custom-call', (), (), text, '', False)
   flops, extra_bytes = kernels.cost(op, operands, filled)
   assert flops == 2 * 64 * 8 * 2 * read * (128 + 64)
-  cache = operands[1].bytes + operands[2].bytes
-  assert cache + extra_bytes == pytest.approx(64 * 8 * read * (128 + 64) * 2)
+  assert sum(x.bytes for x in operands[1:]) + extra_bytes == pytest.approx(64 * 8 * (read + 32 / 2) * (128 + 64) * 2)
 
 
 @pytest.mark.parametrize(

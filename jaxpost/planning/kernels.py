@@ -39,6 +39,8 @@ def cost(op: hlo.Op, arguments: list[hlo.Array], filled: int = 0) -> tuple[float
     return _causal(_TRITON[match[1]], int(match[2]), arguments) if match else (0.0, 0.0)
   if hlo.op_name(op).endswith('/ragged-dot-none'):
     return _groups(op, arguments[-2])
+  if hlo.op_name(op).endswith('/jit(tgmm)/pallas_call'):
+    return _groups_of_rows(op, arguments[-2:])
   match = _SPLASH_NAME.search(hlo.op_name(op))
   return _splash(op, match[1], arguments) if match else (0.0, 0.0)
 
@@ -121,4 +123,6 @@ def _decode(arguments: list[hlo.Array], window: int, filled: int) -> tuple[float
   slots, heads, group, size = q.dims
   entries = min(n for n in (k.dims[2], window, filled) if n)
   flops = 2.0 * slots * heads * group * entries * (size + v.dims[-1])
-  return flops, -(1 - slots / k.dims[0] * entries / k.dims[2]) * (k.bytes + v.bytes)
+  unread = (1 - slots / k.dims[0] * entries / k.dims[2]) * (k.bytes + v.bytes)
+  unread += sum(new.bytes for new in arguments[3:5]) / 2  # a step reads the tokens of the block up to itself
+  return flops, -unread
