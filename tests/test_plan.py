@@ -377,6 +377,47 @@ ENTRY %main (x: f32[28,1024], n: s32[]) -> f32[28,1024] {{
   assert cost.count(text).bytes == pytest.approx(5 * 4096, abs=16)
 
 
+WEIGHTS = 'bf16[4096,1024]{1,0:T(8,128)(2,1)}'  # 8 MiB
+
+
+def bytes_of_fusion(*lines):
+  """Returns the counted bytes of a fusion with `lines`, which takes weights (%w), x in fast memory, and a place (%i)."""
+  body = '\n  '.join(lines)
+  return cost.count(f"""HloModule m
+
+%renamed (r: bf16[4096,1024]) -> bf16[4096,1024] {{
+  %r = {WEIGHTS} parameter(0)
+  ROOT %b = {WEIGHTS} bitcast(%r)
+}}
+
+%fused (w: bf16[4096,1024], x: bf16[8,1024], i: s32[]) -> f32[8,4096] {{
+  %w = {WEIGHTS} parameter(0)
+  %x = bf16[8,1024]{{1,0:S(1)}} parameter(1)
+  %i = s32[]{{:S(1)}} parameter(2)
+  %zero = s32[] constant(0)
+  {body}
+}}
+
+ENTRY %main (a: bf16[4096,1024], c: bf16[8,1024], n: s32[]) -> f32[8,4096] {{
+  %a = {WEIGHTS} parameter(0)
+  %c = bf16[8,1024]{{1,0:S(1)}} parameter(1)
+  %n = s32[]{{:S(1)}} parameter(2)
+  ROOT %y = f32[8,4096]{{1,0:S(1)}} fusion(%a, %c, %n), kind=kOutput, calls=%fused
+}}
+""").bytes
+
+
+def test_weights_that_a_fusion_renames_are_read():
+  """XLA for TPU wraps the operands of a product in fusions of a bitcast alone."""
+  product = 'convolution(%x, %v), dim_labels=bf_oi->bf'
+  renamed = f'%v = {WEIGHTS} fusion(%w), kind=kLoop, calls=%renamed'
+  assert bytes_of_fusion(renamed, f'ROOT %y = f32[8,4096]{{1,0}} {product}') == 8 * 2**20
+  # Of renamed weights that are sliced, only the slice is read; of those that are the result, all.
+  row = 'ROOT %y = bf16[1,1024]{1,0} dynamic-slice(%v, %i, %zero), dynamic_slice_sizes={1,1024}'
+  assert bytes_of_fusion(renamed, row) == 2048
+  assert bytes_of_fusion('ROOT %y = f32[4096,1024]{1,0} convert(%w)') == 8 * 2**20
+
+
 def test_collective_repeated_along_a_fusion_chain_counts_once():
   """XLA for TPU repeats a collective in each product that overlaps with it."""
   text = """HloModule jit_f, is_scheduled=true

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _FUSIONS = 'fusion', 'fusion-start'  # the second is asynchronous: ((arguments), results, context)
 # Operations that write in place -> index of the input with the new values.
 _IN_PLACE = {'dynamic-update-slice': 1, 'scatter': 2}
+_SAME = 'bitcast', 'convert', 'copy'  # inside a fusion these name the elements of their input anew
 # These move nothing: names, or second halves of asynchronous operations, which count at their start.
 _FREE = frozenset(
   """parameter constant tuple get-tuple-element bitcast while
@@ -213,15 +214,17 @@ class _Counter:
     for op in parts.values():
       if not names & set(op.inputs):
         continue
-      if op.kind in ('bitcast', 'convert', 'copy'):
+      nested = self.computations[op.attribute('calls').lstrip('%')] if op.kind == 'fusion' else {}
+      if op.kind in _SAME or nested and all(o.kind in ('parameter', *_SAME) for o in nested.values()):
+        if op.root:  # the whole argument is the result
+          return default
         names.add(op.name)
       elif op.kind in ('dynamic-slice', 'gather', 'slice') and (op.inputs[0] in names):
         size += op.arrays[0].bytes
       elif op.kind in _IN_PLACE and op.inputs[0] in names:
         size += parts[op.inputs[_IN_PLACE[op.kind]]].arrays[0].bytes
-      elif op.kind == 'fusion':  # nested
-        inner = self.computations[op.attribute('calls').lstrip('%')]
-        size += sum(self.touched(inner, i, default) for i, name in enumerate(op.inputs) if name in names)
+      elif nested:
+        size += sum(self.touched(nested, i, default) for i, name in enumerate(op.inputs) if name in names)
       else:
         return default
     return size
