@@ -97,6 +97,7 @@ setuptools.setup(
   package_data={
     'jaxpost': [
       'data/templates/*.jinja',
+      'hardware/chips.toml',
       'models/presets.toml',
       'planning/gpu_target.pbtxt',
       'monitor/report.css',

@@ -130,10 +130,40 @@ def test_chip_is_found_by_jax_device_kind():
     'NVIDIA L40S': 'l40s',
     'NVIDIA L40': 'l40',
     'Tesla T4': 't4',
+    'NVIDIA H200 NVL': 'h200_nvl',
+    'NVIDIA GH200 144G HBM3e': 'gh200_144g',
+    'NVIDIA GB200': 'gb200',
+    'NVIDIA B300 SXM6 AC': 'b300',
+    'NVIDIA A100-PCIE-40GB': 'a100_pcie',
+    'NVIDIA A10G': 'a10g',
+    'NVIDIA A10': 'a10',
+    'Tesla V100-SXM2-32GB': 'v100_32gb',
+    'NVIDIA GeForce RTX 4090': 'rtx_4090',
+    'NVIDIA RTX 6000 Ada Generation': 'rtx_6000_ada',
+    'TPU v5p': 'v5p',
   }.items():
     assert chips.of_kind(kind) == chips.CHIPS[name]
-  assert chips.of_kind('cpu') is None
-  assert chips.of_kind('NVIDIA T400 4GB') is None
+
+
+@pytest.mark.parametrize(
+  'kind',
+  [
+    'cpu',
+    'NVIDIA T400 4GB',
+    'NVIDIA GB300',
+    'NVIDIA H20-3e',
+    'NVIDIA GeForce RTX 4090 Laptop GPU',
+    'NVIDIA A100-SXM4-80GB MIG 1g.10gb',
+    'TPU v4 lite',
+  ],
+)
+def test_variant_of_a_known_chip_has_no_figures_of_another(kind):
+  assert chips.of_kind(kind) is None
+
+
+def test_gpus_without_bfloat16_are_known():
+  described = {name: machines.parse(name, flag='--devices', compiled=False) for name in ('T4', 'V100', 'A10G')}
+  assert {name for name, machine in described.items() if machine.before_ampere} == {'T4', 'V100'}
 
 
 def test_published_shapes_are_found_under_each_of_their_names():

@@ -1,15 +1,17 @@
-"""Peak rates and memory of the known accelerators."""
+"""Peak rates and memory of the known accelerators; chips.toml has the figures."""
 
 import dataclasses
+import pathlib
 import re
+import tomllib
 from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """Figures of one device of a kind, from the vendors' data sheets; 0 if unknown."""
+  """Figures of one device of a kind; 0 if unknown."""
 
-  kind: str  # part of jax.Device.device_kind
+  kind: str  # jax.Device.device_kind, without the vendor's name before it and the kind of memory or socket behind it
   flops: float  # dense bfloat16 FLOP/s
   memory: float = 0.0  # bytes
   bandwidth: float = 0.0  # of the memory, bytes/s
@@ -18,31 +20,22 @@ class Chip:
   clock: float = 0.0  # Hz, to convert XLA's estimates in cycles; 0 if XLA makes none
   devices: int = 1  # that JAX shows for a chip
   largest: tuple[int, ...] = ()  # chips along each dimension of the largest slice
+  bfloat16: bool = True  # whether it has units for it
+  aliases: tuple[str, ...] = ()  # other values of `kind`
 
 
-_GIB = 2**30
-# JAX shows two devices per chip of tpu7x; its figures are those of one device.
-CHIPS = {
-  'v4': Chip('TPU v4', 275e12, 32 * _GIB, 1228e9, 90e9, network=6.2e9, clock=1.05e9, largest=(16, 16, 16)),
-  'v5e': Chip('TPU v5 lite', 197e12, 16 * _GIB, 819e9, 90e9, network=3.1e9, clock=1.5e9, largest=(16, 16)),
-  'v5p': Chip('TPU v5', 459e12, 95.74 * _GIB, 2765e9, 180e9, network=6.2e9, clock=1.75e9, largest=(16, 20, 28)),
-  'v6e': Chip('TPU v6 lite', 918e12, 32 * _GIB, 1640e9, 180e9, network=12.5e9, clock=1.75e9, largest=(16, 16)),
-  'tpu7x': Chip('TPU7x', 1153e12, 96 * _GIB, 3690e9, 180e9, network=12.5e9, devices=2, largest=(16, 24, 24)),
-  'h100': Chip('H100', 989e12, 80e9, 3350e9, 450e9, network=50e9),
-  'h200': Chip('H200', 989e12, 141e9, 4800e9, 450e9, network=50e9),
-  'h100_pcie': Chip('H100 PCIe', 756e12, 80e9, 2000e9),
-  'h100_nvl': Chip('H100 NVL', 835e12, 94e9, 3938e9),
-  'gh200': Chip('GH200', 989e12, 96e9, 4000e9),
-  'b200': Chip('B200', 2250e12, 180e9, 8000e9, 900e9),
-  'a100': Chip('A100', 312e12, 40e9, 1555e9, 300e9),
-  'a100_80gb': Chip('A100-SXM4-80GB', 312e12, 80e9, 2039e9, 300e9),
-  'a100_pcie_80gb': Chip('A100 80GB PCIe', 312e12, 80e9, 1935e9),
-  'l40': Chip('L40', 181e12, 48e9, 864e9),
-  'l40s': Chip('L40S', 362e12, 48e9, 864e9),
-  'l4': Chip('L4', 121e12, 24e9, 300e9),
-  't4': Chip('T4', 65e12, 16e9, 320e9),  # FLOP/s of float16, as it has no units for bfloat16
-}
-_MORE_KINDS = {'TPU v5e': 'v5e', 'TPU v5p': 'v5p', 'TPU v6e': 'v6e'}
+def _chips() -> dict[str, Chip]:
+  """Returns the chips of chips.toml by their names."""
+  tables = tomllib.loads(pathlib.Path(__file__).with_suffix('.toml').read_text('utf-8'))
+  out = {}
+  for table, unit in {'tpu': 2**30, 'gpu': 1}.items():
+    for name, fields in tables[table].items():
+      values = {key: tuple(x) if isinstance(x, list) else x for key, x in fields.items()}
+      out[name] = Chip(**values | {'memory': fields['memory'] * unit})
+  return out
+
+
+CHIPS = _chips()
 
 
 def before_ampere(device: Any) -> bool:
@@ -53,7 +46,7 @@ def before_ampere(device: Any) -> bool:
 
 
 def of_kind(kind: str) -> Chip | None:
-  """Returns the chip that a `device_kind` names, by the longest name that matches; None if it is unknown."""
-  chips = {chip.kind: chip for chip in CHIPS.values()} | {name: CHIPS[key] for name, key in _MORE_KINDS.items()}
-  matches = [name for name in chips if re.search(rf'{re.escape(name)}(?![0-9A-Za-z])', kind)]  # L4 does not match L40
-  return chips[max(matches, key=len)] if matches else None
+  """Returns the chip that a `device_kind` names exactly; None if it is unknown, such as another variant or a part."""
+  name = re.sub('^(NVIDIA |Tesla |GeForce )+', '', kind)
+  names = (name, re.sub(r'( \d+GB)?( HBM\w+)?( SXM\d \w+)?$', '', name))  # as in H100 80GB HBM3 and B300 SXM6 AC
+  return next((chip for chip in CHIPS.values() if {chip.kind, *chip.aliases} & {*names}), None)

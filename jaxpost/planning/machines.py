@@ -54,7 +54,7 @@ class Topology:
   @property
   def before_ampere(self) -> bool:
     """True for GPUs without bfloat16 and without Triton support in XLA."""
-    return any(map(before_ampere, self.owned[:1])) or self.name == 't4'
+    return any(map(before_ampere, self.owned[:1])) or not self.chip.bfloat16
 
   @property
   def memory(self) -> float:
