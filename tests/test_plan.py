@@ -1160,6 +1160,24 @@ def needs(package, extra):
   )
 
 
+DESCRIBE = """
+import sys
+from jaxpost.planning import machines
+for name in sys.argv[1:]:
+  machine = machines.parse(name)
+  machines.set_environment(machine)
+  print(name, len(machines.devices(machine)) == machine.devices)
+"""
+
+
+@needs('libtpu', 'jax[tpu]')
+@pytest.mark.long
+def test_parts_of_a_host_are_described_for_tpus():
+  """A host of the default slices has 2 x 2 chips; these have fewer along a dimension."""
+  names = 'v5e-1', 'v6e-1', 'v5e:1x4', 'v6e:2x1', 'v4:1x1x1', 'v5p:1x1x1', 'tpu7x:1x1x1', 'v5e:2x4'
+  assert run_code(DESCRIBE, *names).split() == [word for name in names for word in (name, 'True')]
+
+
 @needs('libtpu', 'jax[tpu]')
 @pytest.mark.long
 @pytest.mark.parametrize('slices', [1, 2])

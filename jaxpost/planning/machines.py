@@ -244,6 +244,9 @@ def devices(topology: Topology) -> list:
       target = _TARGET.read_text().format(kind=chip.kind, memory=int(chip.memory), bandwidth=int(chip.bandwidth))
       return topologies.get_topology_desc(topology.name, 'cuda', topology=size, target_config=target).devices
     options: dict[str, Any] = {'num_slices': topology.slices} if topology.slices > 1 else {}
+    host_size = [math.gcd(n, 2) for n in topology.size[:2]]  # 2 x 2 chips, unless the slice does not split into these
+    if 1 in host_size:
+      options['chips_per_host_bounds'] = [*host_size, 1]
     if topology.name == 'v4':  # both cores of a chip as one device
       options['chip_config_name'] = 'megacore'
     return topologies.get_topology_desc(f'{topology.name}:{size}', 'tpu', **options).devices
