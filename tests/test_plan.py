@@ -90,7 +90,7 @@ def test_topology_text_is_parsed(text, slices, count):
     ('12xH100', 1, 'hosts have 8 GPUs'),
     ('8xh100:8', 1, 'GPUs are one number'),
     ('h100:', 1, 'none of the forms; write 8xH100'),
-    ('quantum:3', 1, 'known: v4, v5e'),
+    ('quantum:3', 1, 'known: v4, v5e.* a100_80gb, l4'),
   ],
 )
 def test_unknown_topology_is_refused(text, slices, words):
@@ -1224,6 +1224,27 @@ def test_plan_for_gpus(tmp_path):
   assert planned['chips'] == 16 and update['fits']
   between_hosts = {axis: x['between_hosts'] for kind in update['collective_bytes'].values() for axis, x in kind.items()}
   assert between_hosts['fsdp'] is True and between_hosts['tensor'] is False
+
+
+@needs('jax_cuda13_plugin', 'jax[cuda13]')
+@pytest.mark.long
+@pytest.mark.parametrize('name', ['a100', 'a100_40gb', 'l4', 'h100'])
+def test_plan_for_gpus_of_each_kind(name, tmp_path):
+  """Both an update and decoding, with the kernels of this kind."""
+  out = tmp_path / 'plan.json'
+  done = plan(
+    '--config=configs/grpo_gsm8k.py:model=xs',
+    f'--topology={name}',
+    '--config.eval.data.path=',
+    '--config.rollout.max_prompt_length=64',
+    '--config.rollout.max_new_tokens=64',
+    '--programs=update,generate',
+    f'--out={out}',
+  )
+  assert done.returncode == 0, done.stderr[-2000:]
+  (planned,) = json.loads(out.read_text())
+  assert {row['program'] for row in planned['programs']} == {'update', 'generate'}
+  assert all(row['fits'] for row in planned['programs'])
 
 
 def test_search_proposes_the_fastest_settings_that_fit(monkeypatch):

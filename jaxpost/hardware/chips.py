@@ -24,18 +24,19 @@ class Chip:
   aliases: tuple[str, ...] = ()  # other values of `kind`
 
 
-def _chips() -> dict[str, Chip]:
-  """Returns the chips of chips.toml by their names."""
-  tables = tomllib.loads(pathlib.Path(__file__).with_suffix('.toml').read_text('utf-8'))
+def _chips(table: str, unit: float) -> dict[str, Chip]:
+  """Returns the chips of a table by their names; `unit` is that of their memory, in bytes."""
   out = {}
-  for table, unit in {'tpu': 2**30, 'gpu': 1}.items():
-    for name, fields in tables[table].items():
-      values = {key: tuple(x) if isinstance(x, list) else x for key, x in fields.items()}
-      out[name] = Chip(**values | {'memory': fields['memory'] * unit})
+  for name, fields in _TABLES[table].items():
+    values = {key: tuple(x) if isinstance(x, list) else x for key, x in fields.items()}
+    out[name] = Chip(**values | {'memory': fields['memory'] * unit})
   return out
 
 
-CHIPS = _chips()
+_TABLES = tomllib.loads(pathlib.Path(__file__).with_suffix('.toml').read_text('utf-8'))
+CHIPS = _chips('tpu', 2**30) | _chips('gpu', 1)
+# GPUs that programs can be compiled for without a device -> what describes them to the compiler.
+TARGETS = {name: target for target in _TABLES['target'] for name in target['chips']}
 
 
 def before_ampere(device: Any) -> bool:

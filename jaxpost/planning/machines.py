@@ -9,10 +9,8 @@ from typing import Any
 
 from jaxpost.errors import InputError, did_you_mean
 from jaxpost.hardware import host
-from jaxpost.hardware.chips import CHIPS, Chip, before_ampere, of_kind
+from jaxpost.hardware.chips import CHIPS, TARGETS, Chip, before_ampere, of_kind
 
-# GPUs that programs can be compiled for without a device: those whose compiler target is known.
-GPUS = ('h100', 'h200')
 # GiB of a TPU that its compiler reserves.
 _RESERVED = {'v4': 1.25, 'v5e': 0.25, 'v6e': 0.75, 'tpu7x': 1.25}
 # Describes an absent GPU to the compiler (GpuTargetConfigProto); braces are doubled for str.format.
@@ -107,7 +105,7 @@ def parse(text: str, slices: int = 1, *, flag: str = '--topology', compiled: boo
   match = _MACHINE.fullmatch(text.lower())
   count, name, separator, size = match.groups('') if match else ('', text.lower().partition(':')[0], '', '')
   name = _OTHER_NAMES.get(name, name)
-  supported = [n for n, c in CHIPS.items() if not compiled or c.largest or n in GPUS] + ['cpu'] * compiled
+  supported = [n for n, c in CHIPS.items() if not compiled or c.largest or n in TARGETS] + ['cpu'] * compiled
   if name not in supported:
     hint = did_you_mean(name, supported, 0.4)
     raise InputError(f'{flag}: {text!r}: there is no chip {name!r}; {hint}known: {", ".join(supported)}; write {FORMS}')
@@ -241,7 +239,8 @@ def devices(topology: Topology) -> list:
   try:
     if topology.gpu:
       _describe_gpu()
-      target = _TARGET.read_text().format(kind=chip.kind, memory=int(chip.memory), bandwidth=int(chip.bandwidth))
+      figures = TARGETS[topology.name] | dict(memory=int(chip.memory), bandwidth=int(chip.bandwidth))
+      target = _TARGET.read_text().format(kind=chip.kind, **figures)
       return topologies.get_topology_desc(topology.name, 'cuda', topology=size, target_config=target).devices
     options: dict[str, Any] = {'num_slices': topology.slices} if topology.slices > 1 else {}
     host_size = [math.gcd(n, 2) for n in topology.size[:2]]  # 2 x 2 chips, unless the slice does not split into these
