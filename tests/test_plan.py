@@ -411,7 +411,7 @@ WEIGHTS = 'bf16[4096,1024]{1,0:T(8,128)(2,1)}'  # 8 MiB
 
 
 def bytes_of_fusion(*lines):
-  """Returns the counted bytes of a fusion with `lines`, which takes weights (%w), x in fast memory, and a place (%i)."""
+  """Returns the bytes of a fusion of `lines`, which takes weights (%w), x in fast memory, and a place (%i)."""
   body = '\n  '.join(lines)
   return cost.count(f"""HloModule m
 

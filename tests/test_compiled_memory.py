@@ -1,0 +1,117 @@
+"""The defaults that arithmetic chooses for recipes, beside XLA's count of the memory of all their programs.
+
+Models of 2 and 4 layers are compiled for devices that are not there; memory grows evenly with the number of layers, so
+that of the whole model follows from the two. What is chosen is chosen for the whole model.
+"""
+
+import importlib.util
+import json
+import pathlib
+import subprocess
+import sys
+
+import children
+import pytest
+
+from jaxpost.hardware import memory
+
+CLONE = pathlib.Path(__file__).resolve().parents[1]
+COUNT = """
+import dataclasses, importlib, json, sys
+
+from jaxpost.planning import machines
+
+recipe, model, device, settings = sys.argv[1], sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
+machine = machines.parse(device)
+machines.set_environment(machine)
+
+from jaxpost.models import presets
+from jaxpost.planning import defaults, dry_run, search, stage
+from jaxpost.rollout import buckets
+from jaxpost.stage import prepare
+
+# Only the largest shapes of decoding, which take most: all slots, and all entries of their caches.
+buckets.Buckets.row_sizes = lambda self: [self.slots]
+buckets.entries_read = lambda length, cache_length, page_size: cache_length
+
+whole = presets.PRESETS[model]
+
+
+def of_layers(number):
+  presets.PRESETS[model] = dataclasses.replace(whole, num_layers=number)
+  config = importlib.import_module(f'configs.{recipe}').get_config()
+  config.update_from_flattened_dict({'model.path': model} | settings)
+  (p,) = dry_run.prepare_all(prepare.as_dict(config))
+  return p
+
+
+p = of_layers(whole.num_layers)
+chosen = defaults.choose(p, machine)
+needs = defaults.room(p, machine).needs(p, chosen)
+few, more = {}, {}  # program -> bytes on a device
+for layers, out in ((2, few), (4, more)):
+  planned = stage.plan(search.vary(of_layers(layers), chosen), stage.Options(machine, tuple(sys.argv[5:])))
+  for row in planned['programs']:
+    out[row['program']] = max(out.get(row['program'], 0), row['bytes_per_chip']['total'])
+compiled = {name: few[name] + (more[name] - few[name]) * (whole.num_layers - 2) / 2 for name in more}
+print(json.dumps(dict(
+  chosen=chosen, memory=machine.memory, updating=needs.updating, sampling=needs.sampling, compiled=compiled
+)))
+"""
+
+
+def counted(recipe, model, device, settings, *programs):
+  """Returns what COUNT prints; `programs` are the names of those to compile, or none for all."""
+  done = subprocess.run(
+    [sys.executable, '-c', COUNT, recipe, model, device, json.dumps(settings), *programs],
+    capture_output=True,
+    text=True,
+    timeout=3000,
+    cwd=CLONE,
+    env=children.environment(),
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+def needs(package, extra):
+  return pytest.mark.skipif(
+    importlib.util.find_spec(package) is None, reason=f"no {package}, which compiles for these: pip install '{extra}'"
+  )
+
+
+def check(recipe, model, device, settings=(), programs=()):
+  """Asserts that all programs fit, and that arithmetic is within 15 % of XLA's count of updates and of sampling."""
+  found = counted(recipe, model, device, dict(settings), *programs)
+  assert max(found['compiled'].values()) <= found['memory'], found
+  assert 0.85 < found['updating'] / found['compiled']['update'] < 1.15, found
+  sampling = max((size for name, size in found['compiled'].items() if name in memory.SAMPLING), default=0)
+  if found['sampling'] and sampling:
+    assert 0.85 < found['sampling'] / sampling < 1.15, found
+
+
+@needs('jax_cuda13_plugin', 'jax[cuda13]')
+@pytest.mark.nightly
+@pytest.mark.parametrize('device', ['h100', 'a100'])
+@pytest.mark.parametrize('recipe', ['sft_gsm8k', 'dpo_hh', 'grpo_gsm8k'])
+def test_defaults_of_recipes_fit_for_gpus(recipe, device):
+  """The docstrings of the recipes name one accelerator of 80 GB."""
+  check(recipe, 'qwen3_0_6b', device)
+
+
+# The shapes of GRPO that are common in the literature.
+GRPO = {'rollout.prompts': 64, 'rollout.group_size': 8, 'rollout.max_new_tokens': 1024}
+
+
+@needs('jax_cuda13_plugin', 'jax[cuda13]')
+@pytest.mark.nightly
+def test_defaults_of_grpo_with_512_completions_of_1024_tokens_fit_for_gpus():
+  check('grpo_gsm8k', 'qwen3_1_7b', 'h100', GRPO)
+
+
+@needs('libtpu', 'jax[tpu]')
+@pytest.mark.nightly
+@pytest.mark.parametrize('device', ['v5e-8', 'v6e-8', 'v5p-8'])
+@pytest.mark.parametrize('recipe', ['sft_gsm8k', 'dpo_hh', 'grpo_gsm8k'])
+def test_defaults_of_recipes_fit_for_tpus(recipe, device):
+  check(recipe, 'qwen3_0_6b', device)
