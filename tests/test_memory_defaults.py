@@ -122,7 +122,7 @@ def test_full_remat_is_chosen_only_where_it_is_needed():
 def test_memory_estimate_of_a_t4_is_of_attention_by_xla():
   """XLA compiles no Triton for a T4: attention weights take memory, and decoding copies the cache that it reads."""
   t4 = machines.Topology('T4', 't4', CHIPS['t4'], (1, 1, 1))
-  with_kernels = dataclasses.replace(t4, name='l4')
+  with_kernels = dataclasses.replace(t4, chip=dataclasses.replace(t4.chip, bfloat16=True))
   p = stage('grpo_gsm8k', model__dtype='float16', model__remat='dots', rollout__slots=32)
   by_name = search.vary(p, {'model.attention': 'chunked'})
   of_t4, kernels, xla = (
