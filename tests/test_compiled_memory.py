@@ -11,7 +11,6 @@ import pathlib
 import subprocess
 import sys
 
-import children
 import pytest
 
 from jaxpost.hardware import memory
@@ -80,7 +79,6 @@ def counted(recipe, model, device, settings, leave_out):
     text=True,
     timeout=3000,
     cwd=CLONE,
-    env=children.environment(),
   )
   assert done.returncode == 0, done.stderr[-3000:]
   return json.loads(done.stdout.splitlines()[-1])
