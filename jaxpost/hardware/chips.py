@@ -49,5 +49,5 @@ def before_ampere(device: Any) -> bool:
 def of_kind(kind: str) -> Chip | None:
   """Returns the chip that a `device_kind` names exactly; None if it is unknown, such as another variant or a part."""
   name = re.sub('^(NVIDIA |Tesla |GeForce )+', '', kind)
-  names = (name, re.sub(r'( \d+GB)?( HBM\w+)?( SXM\d \w+)?$', '', name))  # as in H100 80GB HBM3 and B300 SXM6 AC
+  names = (name, re.sub(r'( \d+GB)?( HBM\w+)?( SXM\d \w+)?$', '', name))  # as in H100 80GB HBM3
   return next((chip for chip in CHIPS.values() if {chip.kind, *chip.aliases} & {*names}), None)
