@@ -74,8 +74,17 @@ def objective(config: Config) -> Objective:
 
 def options_of(config: Config) -> PreferenceOptions:
   """Returns the options of the losses, from `config.preference`."""
-  names = pairs_lib.PreferenceOptions.__dataclass_fields__
-  return pairs_lib.PreferenceOptions(**{name: vars(config.preference)[name] for name in names})
+  p = config.preference
+  return pairs_lib.PreferenceOptions(
+    beta=p.beta,
+    label_smoothing=p.label_smoothing,
+    ipo_average=p.ipo_average,
+    gamma=p.gamma,
+    simpo_alpha=p.simpo_alpha,
+    discopop_tau=p.discopop_tau,
+    f_divergence=p.f_divergence,
+    f_alpha=p.f_alpha,
+  )
 
 
 def weights_of(config: Config) -> tuple[float, ...]:
