@@ -3,7 +3,9 @@
 python docs/make_pictures.py runs/quickstart
 """
 
+import json
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -12,7 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 SIZES = {'quickstart': '1400,1000', 'viewer': '1400,800'}  # of the window, in pixels
 # The report begins with SFT; its picture goes on with GRPO, so that one screen has the result.
 WITHOUT_SFT = '<style>#sft, #sft ~ *:not(#grpo, #grpo ~ *) { display: none }</style>'
-RIGHT_EPISODES = '#stage=grpo&split=eval&step=120&only=right&sort=-length'
+WRONG_ANSWERS = '#stage=grpo&split=eval&step=120&only=wrong'
 
 
 def write_picture(name: str, page: str, folder: str) -> None:
@@ -30,7 +32,10 @@ def main(run: pathlib.Path) -> None:
     write_picture('quickstart', report.as_uri(), folder)
     command = [sys.executable, '-m', 'launch.view', f'--run={run.resolve()}', f'--out={viewer}', '--most=100000']
     subprocess.run(command, cwd=ROOT, check=True)
-    write_picture('viewer', viewer.as_uri() + RIGHT_EPISODES, folder)
+    data = json.loads(re.search(r'const DATA = (.*);\n', viewer.read_text())[1])
+    last = [e['short'] for e in data['episodes'] if (e['short']['split'], e['short']['step']) == ('eval', 120)]
+    episode = next(e['id'] for e in last if e['stage'] == 'grpo' and e['reward'] == 0)
+    write_picture('viewer', f'{viewer.as_uri()}{WRONG_ANSWERS}&id={episode}', folder)
 
 
 if __name__ == '__main__':
