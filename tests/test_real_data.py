@@ -245,7 +245,7 @@ def test_columns_are_renamed_before_the_map_on_gsm8k(gsm8k, tmp_path):
   with pytest.raises(InputError, match=r'other\.jsonl:1: map_fn raised'):
     prepare.prepare_all(without)
   wrong = tiny.merged(plain, dict(data=dict(columns='prompt=qestion')))
-  with pytest.raises(InputError, match=r'train\.jsonl:1: .*mean question'):
+  with pytest.raises(InputError, match=r"train\.jsonl:1: .*mean 'question'"):
     prepare.prepare_all(wrong)
 
 
