@@ -3,6 +3,8 @@
 test_hybrid.py, test_mixed.py and others call these; test_families.py has the families of plain attention.
 """
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -119,6 +121,26 @@ def check_resume(model_folder: str, folder, **over) -> dict[str, np.ndarray]:
   uninterrupted, resumed = map(exported, (folder / 'whole', folder / 'parts'))
   jax.tree.map(np.testing.assert_array_equal, uninterrupted, resumed)
   return uninterrupted
+
+
+def check_lost_steps(config: dict, folder) -> None:
+  """Checks that a run of 4 steps that loses its last checkpoint has the same rows and weights when it ends again."""
+  import jaxpost
+
+  jaxpost.run(config, folder / 'whole')
+  shutil.copytree(folder / 'whole', folder / 'again')
+  (last,) = (folder / 'again/checkpoints').glob('*/4')
+  shutil.rmtree(last)
+  shutil.rmtree(folder / 'again/export')
+  jaxpost.run(config, folder / 'again')
+
+  def rows_and_weights(name):
+    (weights,) = (folder / name / 'export').rglob('*.safetensors')
+    return metrics.comparable_rows(folder / name / 'metrics.jsonl'), weights.read_bytes()
+
+  whole, resumed = rows_and_weights('whole'), rows_and_weights('again')
+  assert [row['step'] for row in whole[0] if row['split'] == 'train'] == [1, 2, 3, 4]
+  assert whole == resumed
 
 
 def exported(run) -> dict[str, np.ndarray]:
