@@ -21,27 +21,27 @@ def get_config(arg=None):
   config.stages = ('sft', 'grpo')
 
   task = 'generated:arithmetic:max=99,ops=+'
-  config.model.update(preset='tiny', dtype='float32')  # in bfloat16 it takes more steps until it has learned sums
+  config.model.preset = 'tiny'
   config.reward = 'exact_match'
   config.eval.data.path = f'{task},split=test,size=256,correct=1'
   config.eval.samples = 4
   config.rollout.max_prompt_length = 48
   config.rollout.max_new_tokens = 8
-  config.optim.b2 = 0.98
+  config.optim.update(name='muon', b2=0.98)  # learns sums in a third of AdamW's steps
   config.save.every = 100
 
   config.sft = dict(
     algorithm='sft',
     data=dict(path=f'{task},split=train,size=20000,correct=0.6'),
-    train=dict(steps=1000, batch_size=16, row_length=256),
-    optim=dict(lr=3e-3, schedule='cosine', warmup_steps=20),
-    eval=dict(every=100),
+    train=dict(steps=250, batch_size=16, row_length=256),
+    optim=dict(lr=0.01, schedule='cosine', warmup_steps=20),
+    eval=dict(every=50),
   )
   config.grpo = dict(
     algorithm='grpo',
     data=dict(path=f'{task},split=train,size=20000,correct=1'),
-    train=dict(steps=120),
-    optim=dict(lr=8e-4, schedule='linear', warmup_steps=5),
+    train=dict(steps=120, share_prompt=True),  # a prompt is seven times as long as an answer
+    optim=dict(lr=2e-3, schedule='linear', warmup_steps=5),
     rollout=dict(prompts=64, group_size=8),
     rl=dict(kl_coef=0.001),
     eval=dict(every=20),
