@@ -250,12 +250,19 @@ def test_score_is_the_label_of_the_last_token(plain):
     assert example.sequence_ids.sum() == len('yes, this') + 1
 
 
-def test_weights_of_messages_scale_a_pair(plain):
+def test_answers_take_no_weights_between_0_and_1(plain):
+  """Pairs, labels and scores are those of whole answers: no loss would read a weight of a part."""
   half = [{**GOOD[0], 'weight': 0.5}]
-  example = preferences.make_pair_example(plain, {**PAIRS[0], 'chosen': half}, 'x')
-  ids = example.sequence_ids
-  assert set(example.loss_mask[ids == 1]) == {0.5}
-  assert set(example.loss_mask[ids == 2]) == {1}
+  single = {'prompt': [USER], 'completion': half}
+  for side in ('chosen', 'rejected'):
+    for train_on in preferences.TRAIN_ON:
+      with pytest.raises(InputError, match=f'^x: {side}: a message has a weight other than 0 and 1'):
+        preferences.make_pair_example(plain, {**PAIRS[0], side: half}, 'x', train_on=train_on)
+  with pytest.raises(InputError, match='^x: a message has a weight other than 0 and 1'):
+    preferences.make_scored_example(plain, {**single, 'score': 1}, 'x')
+  with pytest.raises(InputError, match='^x: a message has a weight other than 0 and 1'):
+    other = {'prompt': [USER_2], 'completion': BAD, 'label': False}
+    preferences.make_unpaired_example(plain, {**single, 'label': True}, other, 'x')
 
 
 MESSAGES = {'prompt': [USER], 'chosen': GOOD, 'rejected': BAD}

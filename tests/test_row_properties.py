@@ -16,6 +16,7 @@ CALL = {'id': 'c1', 'type': 'function', 'function': {'name': 'add', 'arguments':
 SYSTEM = {'role': 'system', 'content': 'Be short.'}
 USER = {'role': 'user', 'content': [{'type': 'text', 'text': 'What is 1+1?'}]}
 ANSWER = {'role': 'assistant', 'content': '2', 'reasoning_content': '', 'weight': 0.5}
+WHOLE = {**ANSWER, 'weight': 1}  # pairs, labels and scores are those of whole answers
 TOOLS = [{'type': 'function', 'function': {'name': 'add', 'description': 'adds', 'parameters': {'type': 'object'}}}]
 CHAT = [
   SYSTEM,
@@ -79,7 +80,7 @@ KINDS = {
   'GSM8K': ({'question': '1+1?', 'answer': 'so\n#### 2'}, example, 'jaxpost.data.maps:gsm8k'),
   'MATH': ({'problem': '1+1?', 'answer': '2', 'solution': 'so 2'}, example, 'jaxpost.data.maps:math'),
   'preference': (
-    {'prompt': CHAT[:2], 'chosen': [ANSWER], 'rejected': [{'role': 'assistant', 'content': '3'}], 'margin': 1.0},
+    {'prompt': CHAT[:2], 'chosen': [WHOLE], 'rejected': [{'role': 'assistant', 'content': '3'}], 'margin': 1.0},
     pair,
     None,
   ),
@@ -94,7 +95,7 @@ KINDS = {
     'jaxpost.data.maps:hh_rlhf',
   ),
   'UltraFeedback': (
-    {'prompt': 'a', 'chosen': [{'role': 'user', 'content': 'a'}, ANSWER], 'rejected': 'c', 'score_chosen': 3},
+    {'prompt': 'a', 'chosen': [{'role': 'user', 'content': 'a'}, WHOLE], 'rejected': 'c', 'score_chosen': 3},
     pair,
     'jaxpost.data.maps:ultrafeedback',
   ),

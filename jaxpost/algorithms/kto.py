@@ -103,10 +103,9 @@ def render(rows: Rows, tokenizer: Tokenizer, config: Config) -> Callable[[int], 
 
   def answer(n):
     other = rows[data.mismatched(rows, n)]
-    example = data.make_unpaired_example(
+    return data.make_unpaired_example(
       tokenizer, rows[n], other, rows.where(n), share_prompt=config.preference.share_prompt
     )
-    return preference.refuse_partial_weights(example, rows.where(n))
 
   return answer
 

@@ -19,7 +19,7 @@ import numpy as np
 from jaxpost.algorithms.base import Algorithm, Config, Precompute, expect, learning_rate
 from jaxpost.data import preferences as data
 from jaxpost.distributed import transfer
-from jaxpost.errors import InputError, did_you_mean, refuse
+from jaxpost.errors import did_you_mean, refuse
 from jaxpost.losses import pairs as pairs_lib
 from jaxpost.losses import preferences, reduce
 from jaxpost.losses.preferences import LOSSES
@@ -175,20 +175,9 @@ def render(rows: Rows, tokenizer: Tokenizer, config: Config) -> Callable[[int], 
   """Returns a function of a row number: an Example with chosen as sequence 1, rejected as 2."""
 
   def pair(n):
-    example = data.make_pair_example(tokenizer, rows[n], rows.where(n), share_prompt=config.preference.share_prompt)
-    return refuse_partial_weights(example, rows.where(n))
+    return data.make_pair_example(tokenizer, rows[n], rows.where(n), share_prompt=config.preference.share_prompt)
 
   return pair
-
-
-def refuse_partial_weights(example: Example, where: str) -> Example:
-  """Returns the Example; InputError if a token has a weight other than 0 and 1."""
-  if not np.isin(example.loss_mask, (0, 1)).all():
-    raise InputError(
-      f'{where}: a message has a weight other than 0 and 1; answers are '
-      'compared whole, so leave the turn out (0) or remove the weight'
-    )
-  return example
 
 
 def check(config: Config) -> None:

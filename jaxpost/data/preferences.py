@@ -296,6 +296,11 @@ def _side(tokenizer: Tokenizer, prompt: Answer, answer: Answer, row: Row, where:
     raise InputError(f'{where}: has no prompt before it; the prompt is empty')
   if not example.trained.any():
     raise InputError(f'{where}: has no token to train on, as its weights are 0')
+  if not np.isin(example.loss_mask, (0, 1)).all():
+    raise InputError(
+      f'{where}: a message has a weight other than 0 and 1; answers are judged whole, so leave the turn out (0) or '
+      'remove the weight'
+    )
   # Leave out tokens that a template writes after the answer.
   stop = np.flatnonzero(example.trained)[-1] + 1
   return _Side(example.tokens[:stop], example.loss_mask[:stop].astype(np.float32), example.trained[:stop])
