@@ -908,6 +908,11 @@ REFUSED = [
   ('gpt_oss', dict(hidden_act='gelu'), 'hidden_act'),
   ('gpt_oss', dict(swiglu_limit=0), 'swiglu_limit'),
   ('gpt_oss', dict(quantization_config=dict(quant_method='awq')), 'awq'),
+  # Two names of one field. `transformers` takes either, by the family and by their order.
+  ('qwen3_moe', dict(num_experts=4, num_local_experts=8), 'num_experts=4 and num_local_experts=8 are'),
+  ('qwen3_moe', dict(num_local_experts=8, num_experts=4), 'num_local_experts=8 and num_experts=4 are'),
+  ('kimi_linear', dict(num_local_experts=8, num_experts=4), 'num_local_experts=8 and num_experts=4 are'),
+  ('lfm2', dict(intermediate_size=20, block_ff_dim=24), 'intermediate_size=20 and block_ff_dim=24 are'),
 ]
 
 

@@ -37,7 +37,7 @@ def from_hf(raw: dict[str, Any], where: str, text_only: bool = False) -> tuple[M
     raw = multimodal.text_config(raw)
   name: Any = raw.get('model_type')
   family = families.find(name, where)
-  raw = {family.aliases.get(k, k): v for k, v in raw.items()}
+  raw = _renamed(raw, family, where)
   try:
     return _read(raw, family, family.written_as or name, where)
   except InputError:
@@ -46,6 +46,17 @@ def from_hf(raw: dict[str, Any], where: str, text_only: bool = False) -> tuple[M
     raise InputError(f'{where}: field {e.args[0]!r} is missing') from None
   except (AttributeError, OverflowError, TypeError, ValueError) as e:
     raise InputError(f'{where}: a field has a value of the wrong type: {e}') from e
+
+
+def _renamed(raw: dict, family: Family, where: str) -> dict[str, Any]:
+  """Returns the fields by the names that are read; InputError for two names of one field with different values."""
+  out: dict[str, Any] = {}
+  for name, value in raw.items():
+    field = family.aliases.get(name, name)
+    if out.setdefault(field, value) != value:
+      other = next(k for k in raw if family.aliases.get(k, k) == field)
+      raise InputError(f'{where}: {other}={out[field]!r} and {name}={value!r} are names of one field; remove one')
+  return out
 
 
 def _read(raw: dict, family: Family, name: str, where: str) -> tuple[ModelConfig, list[str]]:
