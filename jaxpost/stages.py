@@ -72,7 +72,7 @@ def run(
 
     stop.end = end
     activity = activity_lib.Activity(console or activity_lib.Console(), verbose)
-    cleanup.enter_context(activity.following(watchdog.operation))  # shown while no inner activity is
+    cleanup.enter_context(activity.following(lambda: f'{watchdog.operation()} is in progress'))  # between activities
     return _run(prepare.as_dict(config), workdir, activity, choose_mesh, stop, lock=lock)
 
 

@@ -20,6 +20,7 @@ import tiny
 import jaxpost
 from jaxpost import stages
 from jaxpost.data import sources, tokenizer
+from jaxpost.distributed import watchdog
 from jaxpost.errors import InputError
 from jaxpost.models import lora
 from jaxpost.models import model as model_lib
@@ -192,6 +193,20 @@ def test_chat_and_evaluation_report_compilations_on_stderr(tmp_path, monkeypatch
   captured = capsys.readouterr()
   assert captured.out == '' and re.search(r'^compiling generate', captured.err, re.MULTILINE)
   assert 'compiling' not in out.getvalue()
+
+
+def test_a_line_between_activities_is_a_whole_phrase(tmp_path, monkeypatch):
+  """A long start of a stage printed "the start of dpo" and nothing else."""
+
+  def starts_slowly(*_, **__):
+    watchdog.start_operation('the start of dpo', 0.0)
+    time.sleep(0.4)
+
+  monkeypatch.setattr(stages, '_run', starts_slowly)
+  monkeypatch.setattr(activity.Activity.__init__, '__defaults__', (False, 0.1))
+  out = io.StringIO()
+  stages.run({}, tmp_path, rich.console.Console(file=out))
+  assert {*out.getvalue().splitlines()} == {'the start of dpo is in progress'}
 
 
 def test_activity_thread_ends_after_an_exception():
