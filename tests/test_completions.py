@@ -443,6 +443,17 @@ def test_evaluate_refuses_losses_that_need_another_model(algorithm, role, folder
     inference.evaluate(None, config)
 
 
+def test_a_model_folder_is_evaluated_with_its_own_tokenizer(folder, tmp_path):
+  """That of the recipe belongs to the model that the recipe trains."""
+  other = tmp_path / 'other'
+  other.mkdir()
+  tokenizer.load('bytes').save(other)
+  (config,) = config_lib.parse(dict(model=dict(tokenizer=str(other)))).values()
+  assert inference.from_folder(folder, config).inputs.tokenizer.source == str(folder)
+  bare = tiny.folder(tmp_path / 'bare')  # without a tokenizer
+  assert inference.from_folder(bare, config).inputs.tokenizer.source == str(other)
+
+
 def test_evaluate_without_held_out_data_names_the_flags_that_give_it(folder):
   (config,) = config_lib.parse(tiny.run_config(str(folder))).values()
   with pytest.raises(InputError, match='nothing to evaluate.* --data=FILE, .* --reward=NAME .*--suite=NAME'):

@@ -128,12 +128,18 @@ def from_run(
 def from_folder(folder: epath.PathLike, config: config_lib.Config | None = None, name: str = 'model') -> Weights:
   """Loads the weights of a Hugging Face folder (or org/name), for use with `config`.
 
-  Without a config, matrix products are computed in float32 on CPU and in bfloat16 elsewhere.
+  Without a config, matrix products are computed in float32 on CPU and in bfloat16 elsewhere. The tokenizer is that of
+  the folder; that of the config is used only if the folder has none.
   """
   if config is None:
     dtype = 'float32' if jax.default_backend() == 'cpu' else 'bfloat16'
     config = config_lib.Config(model=schema.ModelSection(dtype=dtype, param_dtype=dtype))
   section = dataclasses.replace(config.model, path=str(folder), quantize='', text_only=True)
+  if section.tokenizer:
+    source = prepare.source_of_model(section)
+    own = (source.base or source).folder
+    if own and any((own / name).exists() for name in ('tokenizer.json', 'tokenizer_config.json')):
+      section = dataclasses.replace(section, tokenizer='')
   inputs = prepare_model(
     name,
     dataclasses.replace(
