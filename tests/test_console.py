@@ -185,7 +185,11 @@ def test_chat_and_evaluation_report_compilations_on_stderr(tmp_path, monkeypatch
   monkeypatch.setattr(working, '_period', 0.1)
   weights = inference.load(model=str(tmp_path / 'nano'))
   data = dict(path='generated:arithmetic:max=9,size=60')
-  inference.evaluate_as(model=str(tmp_path / 'nano'), config=dict(data=data, eval=dict(data=data, size=4)))
+  notes = []
+  monkeypatch.setattr(working, 'note', notes.append)
+  config = dict(data=data, train=dict(batch_size=1, row_length=32), eval=dict(data=data, size=4))
+  inference.evaluate_as(model=str(tmp_path / 'nano'), config=config)
+  assert len(notes) > 1 and notes == [f'evaluating: {n} of {len(notes)} batches are done' for n in range(len(notes))]
   captured = capsys.readouterr()
   assert captured.out == '' and re.search(r'^compiling evaluate', captured.err, re.MULTILINE)
   out = io.StringIO()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -31,7 +31,7 @@ class HeldOut:
   prepare: (placed batch, roles) -> batch, as in training.
   """
 
-  batches: list[Batch]
+  batches: Iterable[Batch]
   program: Program
   prepare: Callable[[Batch, Roles], Batch]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -48,6 +48,7 @@ from jaxpost.types import TrainState
 
 if TYPE_CHECKING:
   from jaxpost.algorithms.base import Algorithm
+  from jaxpost.types import Batch
 
 
 def to_stderr(line: str) -> None:
@@ -328,8 +329,19 @@ def evaluate(weights: Weights, config: config_lib.Config, mesh: str = 'data=-1')
     placed.ledger.announce = working.compiling
     evaluator = assemble.make_evaluator(placed, on_policy.make_engine(placed) if samples else None)
     assert evaluator is not None  # there is held-out data
+    if evaluator.held_out is not None:
+      evaluator.held_out.batches = _counted([*evaluator.held_out.batches])
+    if evaluator.sampled is not None:
+      working.note(f'sampling {len(evaluator.sampled.prompts) * samples} completions')
     metrics, _ = evaluator(Roles(_policy(weights, placed)), weights.step)
   return dict(data=config.eval.data.path, rows=min(len(rows), config.eval.size), **metrics)
+
+
+def _counted(batches: list[Batch]) -> Iterator[Batch]:
+  """Yields the batches; the status line shows how many of them are done."""
+  for done, batch in enumerate(batches):
+    working.note(f'evaluating: {done} of {len(batches)} batches are done')
+    yield batch
 
 
 def _check_evaluation(config: config_lib.Config, algorithm: Algorithm) -> None:
