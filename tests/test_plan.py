@@ -1111,6 +1111,8 @@ def test_plan_refuses_options_that_the_model_lacks(over, field):
     ('reward_model', dict(eval=dict(samples=1, data=dict(path='none'))), 'eval.samples: a reward model writes no text'),
     ('grpo', dict(reward_weights=(1.0, 2.0)), 'reward_weights: 2 weights for 1 rewards'),
     ('grpo', dict(rl=dict(correct_by='length')), 'rl.correct_by: '),
+    ('grpo', dict(environment='./env.py:One,./env.py:Two'), 'environment: there are 2 .One, Two.; config.rl.sources'),
+    ('grpo', dict(environment='./env.py:One', rollout=dict(top_logprobs=2)), 'rollout.top_logprobs: is for single'),
   ],
 )
 def test_plan_refuses_configs_that_a_run_refuses(algorithm, over, words):

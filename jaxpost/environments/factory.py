@@ -11,7 +11,7 @@ from jaxpost.environments import by_source
 from jaxpost.environments.episode import EpisodeLimits
 from jaxpost.environments.episodes import Episodes
 from jaxpost.environments.pool import EnvironmentPool
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, refuse
 
 if TYPE_CHECKING:
   from jaxpost.data.sources import Rows
@@ -39,21 +39,12 @@ def start_environments(
       f'config.environment: tools need a chat template, and the tokenizer {tokenizer.source} has none; use the '
       'tokenizer of an instruct model'
     )
-  if config.rollout.top_logprobs:
-    raise InputError(
-      'config.rollout.top_logprobs: is for single answers, not for the turns of config.environment; set it to 0'
-    )
-  specs = by_source.specs(config.environment)
+  specs = check_fields(config)
   if len(specs) == 1 and not any('environment=' in entry for entry in config.rl.sources):
     pool = _start(next(iter(specs.values())), config, algorithm)
     for rows in data:
       pool.check_rows(rows)
     return pool
-  if not config.rl.sources:
-    raise InputError(
-      f'config.environment: there are {len(specs)} ({", ".join(specs)}); config.rl.sources has to say which one the '
-      'prompts of each source play in'
-    )
   pools = {}
   with contextlib.ExitStack() as undo:
     for name, spec in specs.items():
@@ -65,6 +56,21 @@ def start_environments(
         )
     undo.pop_all()
   return by_source.PoolsBySource(pools)
+
+
+def check_fields(config: Any) -> dict[str, str]:
+  """Returns `by_source.specs` of a run or a plan; InputError for fields that do not fit `config.environment`."""
+  specs = by_source.specs(config.environment)
+  refuse(
+    config.rollout.top_logprobs > 0,
+    'config.rollout.top_logprobs: is for single answers, not for the turns of config.environment; set it to 0',
+  )
+  refuse(
+    len(specs) > 1 and not config.rl.sources,
+    f'config.environment: there are {len(specs)} ({", ".join(specs)}); config.rl.sources has to say which one the '
+    'prompts of each source play in',
+  )
+  return specs
 
 
 def _start(spec: str, config: Any, algorithm: Any) -> EnvironmentPool:

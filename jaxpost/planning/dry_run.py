@@ -15,6 +15,7 @@ from jaxpost import testing
 from jaxpost.data import sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.data.examples import Documents
+from jaxpost.environments import factory
 from jaxpost.errors import InputError, did_you_mean
 from jaxpost.models import model as model_lib
 from jaxpost.models import presets
@@ -112,6 +113,8 @@ def _made_up_data(inputs: Inputs) -> Data:
   if checks.samples(config, algorithm):
     sampling_inputs.check_model(config, inputs.model)
     sampling_inputs.check_sampling(config, algorithm.on_policy, rewards=False)
+    if config.environment:
+      factory.check_fields(config)
     if config.rl.sources:
       _check_sources(inputs)
   data = Data(stream=prompts) if algorithm.on_policy else _generated_rows(inputs)
