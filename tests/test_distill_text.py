@@ -83,6 +83,20 @@ def test_spans_stop_where_the_texts_differ(other):
   assert [span.mine for span in cut] == [(2, 3), (3, 4)]
 
 
+def test_spans_stop_at_a_special_token_that_the_text_spells(other):
+  """The log-prob of the special token belongs to no text; it was added to that of the text before it."""
+  own = tokenizer.load('bytes')
+  texts = text_alignment.Bytes.of(own), text_alignment.Bytes.of(other)
+  mine, theirs = example(own, '5</s>6'), example(other, '5</s>6')
+  assert theirs.tokens.tolist()[3] == other.stop_ids[0]
+  assert [*text_alignment.spans(mine, theirs, texts)] == [((2, 3), (2, 3))]
+  # It is a token like others if both read it as such, and what one tokenizer puts before a text is none of the text.
+  both = example(own, '5<|im_end|>6')
+  assert [span.mine for span in text_alignment.spans(both, both, texts[:1] * 2)] == [(n, n + 1) for n in range(2, 6)]
+  begun = Example(np.array([other.stop_ids[0], *theirs.tokens[:3]], np.int32), np.ones(4, bool))
+  assert [span.theirs for span in text_alignment.spans(example(own, 'ab5', end=False, prompt=''), begun, texts)] == [(0, 2), (2, 3), (3, 4)]
+
+
 def test_sentencepiece_letters_are_not_byte_stand_ins():
   vocabulary = {token: i for i, token in enumerate(['▁', '▁the', 'Ġ', 'Ċ', 'é', '<0x0A>'])}
   hf = types.SimpleNamespace(added_tokens_decoder={}, get_vocab=lambda: vocabulary)

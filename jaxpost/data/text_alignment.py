@@ -129,8 +129,8 @@ def runs(example: Example) -> list[tuple[int, int]]:
 def spans(mine: Example, theirs: Example, texts: tuple[Bytes, Bytes]) -> Iterator[Span]:
   """Yields the spans of two renderings of one document, run by run.
 
-  If the texts of a run differ, because one template adds something, no span reaches beyond the first difference. A stop
-  token that ends a run is a span of its own.
+  If the texts of a run differ, because one template adds something or one tokenizer reads a part of the text as a special
+  token, no span reaches beyond the first difference. A stop token that ends a run is a span of its own.
 
   Args:
     texts: of the tokens of `mine` and of `theirs`.
@@ -138,7 +138,7 @@ def spans(mine: Example, theirs: Example, texts: tuple[Bytes, Bytes]) -> Iterato
   for pair in zip(runs(mine), runs(theirs)):
     my_pieces, i_stop = _pieces(mine.tokens[slice(*pair[0])].tolist(), texts[0])
     their_pieces, they_stop = _pieces(theirs.tokens[slice(*pair[1])].tolist(), texts[1])
-    pieces = my_pieces, their_pieces
+    pieces = _with_marks(my_pieces), _with_marks(their_pieces)
     _drop_leading_space(pieces)
     # Each byte is one character of Latin-1.
     common = chat.common_length(*(b''.join(side).decode('latin-1') for side in pieces))
@@ -160,6 +160,12 @@ def _pieces(ids: list[int], tokens: Bytes) -> tuple[list[bytes], bool]:
   """Returns (the text of each token of a run without its stop token, whether it has one)."""
   stops = bool(ids) and ids[-1] in tokens.stop_ids
   return tokens.pieces(ids[:-1] if stops else ids), stops
+
+
+def _with_marks(pieces: list[bytes]) -> list[bytes]:
+  """Returns the texts of tokens; a special token after the first text has the byte 0xff, which is in no text."""
+  first = next((n for n, piece in enumerate(pieces) if piece), len(pieces))
+  return pieces[:first] + [piece or b'\xff' for piece in pieces[first:]]
 
 
 def _span(pair: Sequence[tuple[int, int]], begin: tuple[int, int], end: tuple[int, int]) -> Span:
