@@ -302,9 +302,17 @@ def test_rows_with_other_media_than_text_are_refused(name):
   assert kept == {k: v for k, v in row.items() if k != name}
 
 
-def test_image_may_be_the_name_of_a_container():
-  row = {'prompt': 'Mend the test.', 'completion': 'Done.', 'image': 'python:3.12'}
+@pytest.mark.parametrize('image', ['python:3.12', 'registry/jpg:1', 'none', ''])
+def test_image_may_be_text_such_as_the_name_of_a_container(image):
+  row = {'prompt': 'Mend the test.', 'completion': 'Done.', 'image': image}
   assert [*sources.read('x', fake_rows=[row])] == [row]
+
+
+@pytest.mark.parametrize('column', [{'image': 'coco/000.JPG'}, {'image': 'data:image/png;base64,AA'}, {'audio': 'a.wav'}])
+def test_names_of_image_files_are_refused_as_images_are(column):
+  row = {'prompt': '<image>\nWhat is this?', 'completion': 'A cat.', **column}
+  with pytest.raises(InputError, match=f'{[*column][0]}: only text is supported'):
+    sources.read('x', fake_rows=[row])
 
 
 def test_map_fn_maps_drops_and_counts(tmp_path):

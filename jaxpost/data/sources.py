@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 MapFn = Callable[[Row], Row | None]
+_MEDIA_FILES = tuple('.jpg .jpeg .png .webp .gif .bmp .mp4 .webm .mov .wav .mp3 .flac .ogg'.split())
 
 
 class Rows(collections.abc.Sequence):
@@ -200,7 +201,9 @@ def _where(prefix: str, number: int) -> str:
 def _recognize(row: Row, where: str) -> Row:
   """Maps sharegpt and alpaca rows to TRL's columns; returns others unchanged. InputError for other media than text."""
   for name in ('images', 'videos', 'audios', 'image', 'video', 'audio'):
-    if row.get(name) and (name.endswith('s') or not isinstance(row[name], str)):  # `image` may name a container
+    value = row.get(name)
+    is_text = isinstance(value, str) and not (value.startswith('data:') or value.lower().endswith(_MEDIA_FILES))
+    if value and (name.endswith('s') or not is_text):  # `image` may name a container
       raise InputError(f'{where}: {name}: only text is supported; drop the row, or the column, in config.data.map')
   is_sharegpt = 'conversations' in row and not {'messages', 'prompt'} & set(row)
   is_alpaca = {'instruction', 'output'} <= set(row) and not {'messages', 'prompt', 'completion'} & set(row)
