@@ -248,7 +248,7 @@ def _run_stages(
   if log.trackers:
     from jaxpost.monitor import trackers
 
-    start_trackers = functools.partial(trackers.start, last.config)
+    start_trackers = functools.partial(trackers.Trackers, log)
   plans = program_table.read(workdir / 'plan.json', [stage.name for stage in placed[:done]])
   params = None
   with metrics.MetricsWriter(

@@ -162,6 +162,7 @@ ARGUMENTS = {
   ('stage/prepare', 'section'): 'model',
   ('stage/optim', 'section'): 'optim',
   ('stages', 'log'): 'log',
+  ('monitor/trackers', 'options'): 'log',
   ('models/routing', 'section'): 'router',
   ('distributed/phases', 'mesh'): 'mesh',
   ('algorithms/distill', 'options'): 'distill',

@@ -15,6 +15,7 @@ import tiny
 import jaxpost
 from jaxpost.errors import InputError
 from jaxpost.monitor import metrics, trackers
+from jaxpost.stage.schema import LogSection
 
 QUIET = rich.console.Console(quiet=True)
 
@@ -50,8 +51,8 @@ def run(tmp_path, monkeypatch, *fakes, **options):
   """Writes metrics and samples of two stages with these packages as trackers; returns the packages."""
   for fake in fakes:
     monkeypatch.setitem(sys.modules, fake.__name__, fake)
-  tracker_options = trackers.Options(names=tuple(fake.__name__ for fake in fakes), **options)
-  start = functools.partial(trackers.Trackers, tracker_options)
+  log = LogSection(trackers=tuple(fake.__name__ for fake in fakes), **options)
+  start = functools.partial(trackers.Trackers, log)
   with metrics.MetricsWriter(tmp_path / 'mine', tensorboard=False, trackers=start, console=QUIET) as writer:
     for stage in ('sft', 'grpo'):
       writer.start_stage(stage, 2)
@@ -166,7 +167,7 @@ def test_config_selects_trackers(tmp_path, monkeypatch):
 
   monkeypatch.setitem(sys.modules, 'mlflow', fake := Fake('mlflow'))
   (chosen,) = config.parse({'log': {'trackers': ('mlflow',), 'project': 'p', 'offline': True}}).values()
-  trackers.start(chosen, tmp_path)
+  trackers.Trackers(chosen.log, tmp_path)
   assert fake.of('set_experiment')[0][0] == ('p',)
   with pytest.raises(InputError, match="did you mean 'mlflow'"):
     config.parse({'log': {'trackers': ('mlfow',)}})

@@ -20,19 +20,7 @@ from etils import epath
 from jaxpost.errors import InputError
 from jaxpost.storage import object_store
 
-
-class Options(NamedTuple):
-  """The fields of `config.log` that trackers read.
-
-  names: of TRACKERS. project, entity, run_name: '' for defaults. offline: nothing leaves this machine.
-  """
-
-  names: tuple[str, ...] = ()
-  project: str = ''
-  entity: str = ''
-  run_name: str = ''
-  tags: tuple[str, ...] = ()
-  offline: bool = False
+LogOptions = Any  # `config.log`
 
 
 class Client(NamedTuple):
@@ -56,7 +44,7 @@ def _kept(folder: str, file: str, mark: str) -> str:
   return mark_file.read_text()
 
 
-def _wandb(options: Options, folder: str) -> Client:
+def _wandb(options: LogOptions, folder: str) -> Client:
   import wandb
 
   run = wandb.init(
@@ -84,7 +72,7 @@ def _wandb(options: Options, folder: str) -> Client:
   return Client(lambda values, step: run.log(values), file, run.finish, define, show)
 
 
-def _trackio(options: Options, folder: str) -> Client:
+def _trackio(options: LogOptions, folder: str) -> Client:
   import trackio
 
   if options.offline and (os.environ.get('TRACKIO_SPACE_ID') or os.environ.get('TRACKIO_SERVER_URL')):
@@ -96,7 +84,7 @@ def _trackio(options: Options, folder: str) -> Client:
   return Client(lambda values, step: trackio.log(values), trackio.save, trackio.finish)
 
 
-def _mlflow(options: Options, folder: str) -> Client:
+def _mlflow(options: LogOptions, folder: str) -> Client:
   import mlflow
 
   experiment = options.project or 'jaxpost'
@@ -122,7 +110,7 @@ def _mlflow(options: Options, folder: str) -> Client:
   return Client(log, file, mlflow.end_run)
 
 
-TRACKERS: dict[str, Callable[[Options, str], Client]] = {'wandb': _wandb, 'trackio': _trackio, 'mlflow': _mlflow}
+TRACKERS: dict[str, Callable[[LogOptions, str], Client]] = {'wandb': _wandb, 'trackio': _trackio, 'mlflow': _mlflow}
 
 
 def check_installed(names: Sequence[str]) -> None:
@@ -132,21 +120,14 @@ def check_installed(names: Sequence[str]) -> None:
       raise InputError(f"config.log.trackers: {name} is not installed: pip install -e '.[{name}]', or leave it out")
 
 
-def start(config: Any, workdir: epath.PathLike) -> Trackers:
-  """Starts the trackers of `config.log`."""
-  log = config.log
-  names = dict(project=log.project, entity=log.entity, run_name=log.run_name)
-  return Trackers(Options(log.trackers, tags=log.tags, offline=log.offline, **names), workdir)
-
-
 class Trackers:
   """The trackers of a run, whose failures do not end it."""
 
-  def __init__(self, options: Options, workdir: epath.PathLike):
+  def __init__(self, options: LogOptions, workdir: epath.PathLike):
     """Starts the trackers; `check_installed` has checked their packages."""
     self._folder = object_store.resolved(epath.Path(workdir))
     self._clients: dict[str, Client] = {}
-    for name in options.names:
+    for name in options.trackers:
       try:
         self._clients[name] = TRACKERS[name](options, self._folder)
       except InputError:
