@@ -83,15 +83,11 @@ def _start(spec: str, config: Any, algorithm: Any) -> EnvironmentPool:
     env_vars=tools.env_vars,
     max_characters=max(rollout.max_prompt_length, tools.max_result_tokens) * _CHARACTERS,
   )
-  if pool.agent and coordination.process_count() > 1:
-    pool.close()
-    raise InputError(
-      f'config.environment: {spec} is an agent that uses HTTP, which works in a run of one process; '
-      f'there are {coordination.process_count()}'
-    )
   has_rewards = pool.gives_reward or pool.gives_turn_rewards or config.rewards_tuple() or config.train_on_rollouts
-  problem = ''
-  if pool.agent and pool.gives_turn_rewards:
+  problem, processes = '', coordination.process_count()
+  if pool.agent and processes > 1:
+    problem = f'an agent uses HTTP, which works in a run of one process; there are {processes}'
+  elif pool.agent and pool.gives_turn_rewards:
     problem = 'an agent, whose calls are its own, gives no reward for a turn; leave out the attribute turn_reward'
   elif pool.agent and any('max_new_tokens=' in entry for entry in config.rl.sources):
     problem = 'episodes of an agent end at config.rollout.max_new_tokens; leave out max_new_tokens in config.rl.sources'
