@@ -187,10 +187,9 @@ def _read_all(path: Any, opened: Iterable[tuple[str, NumberedRows]], prepare: Ca
         continue
       rows.append(row)
       places.append((prefix, number))
-  if not rows and dropped:
-    raise InputError(f'{path}: map_fn dropped all {dropped} rows: it returned None for each of them')
   if not rows:
-    raise InputError(f'{path}: holds no rows')
+    problem = f'map_fn dropped all {dropped} rows: it returned None for each of them' if dropped else 'holds no rows'
+    raise InputError(f'{path}: {problem}')
   return Rows(str(path), rows, places, dropped)
 
 

@@ -5,6 +5,7 @@ null and named in 'nonfinite'. Only `time/*`, `*_per_s` and `mfu` depend on the 
 all other values of two equal runs are equal byte by byte. Imports no JAX.
 """
 
+import contextlib
 import datetime
 import io
 import json
@@ -179,7 +180,7 @@ class _Board:
       self._bar.stop()
 
 
-class MetricsWriter:
+class MetricsWriter(contextlib.AbstractContextManager):
   """Writes the rows of a run on the first process; does nothing on others.
 
   A context manager: bar and files are closed on any exception. A row must be written before the checkpoint of its step
@@ -216,9 +217,6 @@ class MetricsWriter:
     self.workdir.mkdir(parents=True, exist_ok=True)
     self._board = _Board(console or rich.console.Console(), print_every)
     self._trackers = trackers(self.workdir) if trackers is not None else None
-
-  def __enter__(self):
-    return self
 
   def __exit__(self, *_):
     self.close()
