@@ -26,7 +26,7 @@ _WEIGHTS = model_flags.define()
 _CONFIG = config_flag.define_config()
 _DATA = flags.DEFINE_string('data', '', 'Data to evaluate on; default: config.eval.data.path.')
 _SIZE = flags.DEFINE_integer('size', None, 'Rows to evaluate at most; default: config.eval.size.', lower_bound=1)
-_SAMPLES = flags.DEFINE_integer('samples', None, 'Completions per prompt; default: config.eval.samples.', lower_bound=0)
+_SAMPLES = flags.DEFINE_integer('samples', None, 'Completions per prompt without --reward; default: config.eval.samples.', lower_bound=0)
 _MESH = flags.DEFINE_string('mesh', 'data=-1', 'Device mesh, written as config.mesh.rollout.')
 _SUITE = flags.DEFINE_string('suite', '', 'gsm8k, math500, ifeval, mmlu or choices: graded as usual; needs --data.')
 _REWARD = flags.DEFINE_string('reward', '', 'Reward function, as config.reward; needs --data.')
@@ -56,8 +56,8 @@ def main(argv):
       exits.refuse(('reward', *_ONLY_WITH_REWARD), 'with --suite')
     metrics = grading.measure(_WEIGHTS, _SAMPLING)
   else:
-    if _WEIGHTS.model.value and _CONFIG.value is None:
-      raise InputError('--model needs --data and --reward or --suite, or --config=FILE')
+    if _WEIGHTS.model.value and not _WEIGHTS.run.value and _CONFIG.value is None:
+      raise InputError('--model goes with --data and one of --reward and --suite, or else with --config=FILE')
     exits.refuse((*_ONLY_WITH_REWARD, *_ONLY_WITH_SAMPLES), 'without --reward or --suite')
     with model_flags.starting():
       from jaxpost.tools import inference

@@ -20,8 +20,10 @@ def measure(model: model_flags.ModelFlags, sampling: sampling_flags.SamplingFlag
   weights = inference.load(**model.arguments())
   draws = completions.Draws(**sampling.arguments())
   options = dict(mesh=values.mesh, source=model.name)
+  origin = dict(weights=model.name, stage=weights.inputs.name, step=weights.step)
   if values.suite:
-    return suites.measure(values.suite, weights, values.data, values.out, draws, size=values.size or 0, **options)
+    figures = suites.measure(values.suite, weights, values.data, values.out, draws, size=values.size or 0, **options)
+    return origin | figures
   rows = score_dataset.read(values.data, values.columns, values.map, values.size)
   if isinstance(rows[0].get('prompt'), str) and weights.inputs.tokenizer.chat_template:
     inference.to_stderr(
@@ -30,4 +32,4 @@ def measure(model: model_flags.ModelFlags, sampling: sampling_flags.SamplingFlag
     )
   grading = dict(pass_reward=values.pass_reward, correct_by=values.correct_by)
   figures = score_dataset.measure(weights, rows, values.reward, values.out, draws, **grading, **options)
-  return dict(data=values.data, graded_by=values.reward, **figures)
+  return dict(**origin, data=values.data, graded_by=values.reward, **figures)

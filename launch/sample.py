@@ -7,9 +7,9 @@
 
 --prompt is a user's message if the tokenizer has a chat template, unless the run learns from plain text; otherwise it
 is text to continue, as are texts in IN. --chat makes all of them messages, --nochat text; --chat without a prompt
-starts a conversation. Rows of IN have a column `prompt` (text or messages), `prompt_ids`, `messages` or `text`; each
-line of a .txt file is a prompt. OUT adds `completions`, `completion_ids` and `logprobs`; the same command continues
-after an interruption. Each --adapter completes all prompts. The same seed gives the same completions.
+starts a conversation. Rows of IN have a column `prompt` (text or messages), `prompt_ids`, `messages` or `text`; prompts
+of a .txt file are separated by blank lines. OUT adds `completions`, `completion_ids` and `logprobs`; the same command
+continues after an interruption. Each --adapter completes all prompts. The same seed gives the same completions.
 """
 
 import logging
@@ -23,8 +23,8 @@ from jaxpost.hardware import host
 from . import exits, model_flags, sampling_flags
 
 _WEIGHTS = model_flags.define()
-_ADAPTER = flags.DEFINE_multi_string('adapter', [], 'PEFT adapter as NAME=FOLDER; may be repeated.')
-_PROMPT = flags.DEFINE_multi_string('prompt', [], 'Prompt; may be repeated.')
+_ADAPTER = flags.DEFINE_multi_string('adapter', [], 'PEFT adapter as NAME=FOLDER')
+_PROMPT = flags.DEFINE_multi_string('prompt', [], 'Prompt')
 _FILE = flags.DEFINE_string('prompts', '', 'Data with prompts, in any format that training reads.')
 flags.DEFINE_alias('file', 'prompts')
 _OUT = flags.DEFINE_string('out', '', 'File for the completions, .jsonl.')

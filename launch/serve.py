@@ -21,7 +21,7 @@ from jaxpost.hardware import host
 from . import exits, model_flags
 
 _WEIGHTS = model_flags.define()
-_ADAPTER = flags.DEFINE_multi_string('adapter', [], 'PEFT adapter as NAME=FOLDER; may be repeated.')
+_ADAPTER = flags.DEFINE_multi_string('adapter', [], 'PEFT adapter as NAME=FOLDER')
 _HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on; 0.0.0.0: reachable from other machines.')
 _PORT = flags.DEFINE_integer('port', 8000, 'Port to listen on; 0: any free port.', lower_bound=0, upper_bound=65_535)
 _KEY = flags.DEFINE_string('api_key_file', '', 'File with the API key that clients must send; "": none is asked for.')

@@ -422,6 +422,7 @@ def test_evaluate_grades_with_a_user_reward_and_with_gsm8k(folder, tmp_path, sha
   assert 'its prompts are plain text' in out.stderr
   scores = json.loads(out.stdout.splitlines()[-1])
   assert scores['count'] == 3 and {'pass@1', 'pass@4', 'maj@4'} <= set(scores)
+  assert (scores['weights'], scores['stage'], scores['step']) == (str(folder), 'model', 0)
   rows = [json.loads(x) for x in (tmp_path / 'o/completions.jsonl').read_text().splitlines()]
   expected = np.mean([ids[0] < 64 for r in rows for ids in r['completion_ids']])
   assert scores['pass@1'] == pytest.approx(expected) and 0 < expected < 1

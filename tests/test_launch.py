@@ -245,6 +245,9 @@ def test_greedy_sample_matches_golden_text_of_stories260k(shared_data, call, tmp
   (tmp_path / 'prompts.txt').write_text(f'{start}\n')
   code, out, _ = call('sample', *args, f'--file={tmp_path}/prompts.txt')
   assert code == 0 and story['greedy_text'].startswith(out.strip())
+  (tmp_path / 'prompts.txt').write_text('a\nb\n\nc\n')  # blank lines separate prompts
+  code, out, _ = call('sample', *args, '--json', f'--file={tmp_path}/prompts.txt')
+  assert [json.loads(line)['prompt'] for line in out.splitlines()] == ['a\nb', 'c']
   assert_refused(call('sample', *args, '--chat', '--prompt=x'), 2, 'chat template')
 
 
@@ -386,7 +389,8 @@ def test_evaluate_accepts_other_data_and_a_model_folder(run, call, tmp_path):
 @pytest.mark.parametrize(
   'args, words',
   [
-    (('--model=x',), ('--config',)),
+    (('--model=x',), ('--model goes with --data and one of --reward and --suite, or else with --config=FILE',)),
+    (('--model=x', '--run={run}'), ('give one of --run=DIR and --model=FOLDER',)),
     (('--run=/no/run',), ('/no/run',)),
     (('--run={run}', '--samples=0'), ('config.eval.samples',)),
     (('--run={run}', '--data=no.jsonl'), ('no.jsonl',)),

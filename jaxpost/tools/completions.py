@@ -123,7 +123,7 @@ def prompts_of(weights: Weights, rows: sources.Rows, as_chat: bool = False, star
     row, where = rows[i], rows.where(i)
     columns = row
     if 'text' in row and not {'prompt', 'messages'} & set(row):
-      row = {'prompt': row['text']}  # a line of a .txt file
+      row = {'prompt': row['text']}  # a document of a .txt file
     text = row.get('prompt')
     if as_chat and isinstance(text, str):
       row = {**row, 'prompt': [{'role': 'user', 'content': text}]}
