@@ -26,7 +26,9 @@ _WEIGHTS = model_flags.define()
 _CONFIG = config_flag.define_config()
 _DATA = flags.DEFINE_string('data', '', 'Data to evaluate on; default: config.eval.data.path.')
 _SIZE = flags.DEFINE_integer('size', None, 'Rows to evaluate at most; default: config.eval.size.', lower_bound=1)
-_SAMPLES = flags.DEFINE_integer('samples', None, 'Completions per prompt without --reward; default: config.eval.samples.', lower_bound=0)
+_SAMPLES = flags.DEFINE_integer(
+  'samples', None, 'Completions per prompt, without --reward; default: as in the config.', lower_bound=0
+)
 _MESH = flags.DEFINE_string('mesh', 'data=-1', 'Device mesh, written as config.mesh.rollout.')
 _SUITE = flags.DEFINE_string('suite', '', 'gsm8k, math500, ifeval, mmlu or choices: graded as usual; needs --data.')
 _REWARD = flags.DEFINE_string('reward', '', 'Reward function, as config.reward; needs --data.')

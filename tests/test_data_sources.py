@@ -308,7 +308,7 @@ def test_image_may_be_text_such_as_the_name_of_a_container(image):
   assert [*sources.read('x', fake_rows=[row])] == [row]
 
 
-@pytest.mark.parametrize('column', [{'image': 'coco/000.JPG'}, {'image': 'data:image/png;base64,AA'}, {'audio': 'a.wav'}])
+@pytest.mark.parametrize('column', [{'image': 'coco/0.JPG'}, {'image': 'data:image/png;base64,A'}, {'audio': 'a.wav'}])
 def test_names_of_image_files_are_refused_as_images_are(column):
   row = {'prompt': '<image>\nWhat is this?', 'completion': 'A cat.', **column}
   with pytest.raises(InputError, match=f'{[*column][0]}: only text is supported'):

@@ -94,7 +94,8 @@ def test_spans_stop_at_a_special_token_that_the_text_spells(other):
   both = example(own, '5<|im_end|>6')
   assert [span.mine for span in text_alignment.spans(both, both, texts[:1] * 2)] == [(n, n + 1) for n in range(2, 6)]
   begun = Example(np.array([other.stop_ids[0], *theirs.tokens[:3]], np.int32), np.ones(4, bool))
-  assert [span.theirs for span in text_alignment.spans(example(own, 'ab5', end=False, prompt=''), begun, texts)] == [(0, 2), (2, 3), (3, 4)]
+  spans = text_alignment.spans(example(own, 'ab5', end=False, prompt=''), begun, texts)
+  assert [span.theirs for span in spans] == [(0, 2), (2, 3), (3, 4)]
 
 
 def test_sentencepiece_letters_are_not_byte_stand_ins():

@@ -129,8 +129,8 @@ def runs(example: Example) -> list[tuple[int, int]]:
 def spans(mine: Example, theirs: Example, texts: tuple[Bytes, Bytes]) -> Iterator[Span]:
   """Yields the spans of two renderings of one document, run by run.
 
-  If the texts of a run differ, because one template adds something or one tokenizer reads a part of the text as a special
-  token, no span reaches beyond the first difference. A stop token that ends a run is a span of its own.
+  If the texts of a run differ, because one template adds something or one tokenizer reads a part as a special token, no
+  span reaches beyond the first difference. A stop token that ends a run is a span of its own.
 
   Args:
     texts: of the tokens of `mine` and of `theirs`.
