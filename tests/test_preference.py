@@ -369,7 +369,7 @@ def test_message_weights_in_answers_are_refused():
   _, config = settings('dpo')
   rows = sources.Rows('x', [{**row, 'chosen': weighted_answer}], [('x:', 7)])
   render = preference.render(rows, tokenizer_lib.load('bytes'), config)
-  with pytest.raises(InputError, match='x:7: a message has a weight'):
+  with pytest.raises(InputError, match='^x:7: chosen: a message has a weight'):
     render(0)
 
 
