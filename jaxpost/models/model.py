@@ -60,10 +60,6 @@ class Model:
   dropout: float = 0.0  # rate on the inputs of adapters, in updates
   quantized: str = ''  # 'int8' or 'nf4': quantized matrices
 
-  def axes(self) -> dict:
-    """The logical axes of every parameter, nested like the parameters."""
-    return nest({k: p.axes for k, p in self.table.items()})
-
   def shapes(self) -> dict:
     """The shape of every parameter, nested like the parameters."""
     return nest({k: p.shape for k, p in self.table.items()})

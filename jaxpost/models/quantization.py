@@ -216,15 +216,13 @@ def quantize_model(model: Model, kind: str) -> Model:
   )
 
 
-def check_frozen(model: Model, key: str) -> None:
-  """Raises InputError if a quantized matrix is trained; `key` is the config field."""
-  if not model.quantized:
-    return
+def check_frozen(model: Model) -> None:
+  """Raises InputError if a quantized matrix is trained."""
   for path in block_axes((model.base or model).table):
     if f'{path}/codes' not in model.frozen:
       raise InputError(
-        f'{key}: {model.quantized!r} is for weights that are not trained, and {path} is trained; '
-        'set config.lora.rank, or freeze it with config.train.freeze'
+        f'config.model.quantize: {model.quantized!r} is for weights that are not trained, and {path} is trained; set '
+        'config.lora.rank, or freeze it with config.train.freeze'
       )
 
 

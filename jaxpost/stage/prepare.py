@@ -191,7 +191,7 @@ def make_model(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> Model:
     from jaxpost.models import quantization
 
     model = quantization.quantize_model(model, config.model.quantize)
-    quantization.check_frozen(model, 'config.model.quantize')
+    quantization.check_frozen(model)
   checks.check_model(config, model)
   return model
 
