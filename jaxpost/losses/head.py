@@ -135,7 +135,7 @@ def _fused(config, *args):
 
 def _fused_forward(config, *args):
   result = _run(config, *args, gradients=True)
-  return (result.loss, result.metrics), result.gradients
+  return (result.loss, result.metrics), (result.d_hidden, result.d_head)
 
 
 def _fused_backward(config, grads, cotangents):
@@ -169,7 +169,8 @@ def _outputs_backward(config, args, cotangents):
   mask = (tokens.weights != 0).astype(jnp.float32)
   config = config._replace(loss_fn=linear_loss, reads=config.learns)
   tokens = tokens._replace(weights=mask, arrays=tokens.arrays | slopes)
-  return *_run(config, hidden, head, tokens, gradients=True).gradients, None
+  result = _run(config, hidden, head, tokens, gradients=True)
+  return result.d_hidden, result.d_head, None
 
 
 _outputs.defvjp(_outputs_forward, _outputs_backward)
@@ -184,25 +185,19 @@ def _run(config: HeadConfig, hidden, head, tokens: _Tokens, *, gradients: bool) 
   axes = tuple(a for a in (*BATCH_AXES, 'context') if shape[a] > 1)
   if not axes or hidden.shape[0] % math.prod(shape[a] for a in axes):
     result = _loop(config, hidden, head, tokens, gradients=gradients)
-    if gradients:
-      d_hidden, d_head = result.gradients
-      result = result._replace(gradients=(d_hidden, d_head.astype(head.dtype)))
-    return result
+    return result._replace(d_head=result.d_head.astype(head.dtype)) if gradients else result
   rows, whole = PartitionSpec(axes), PartitionSpec()
 
   def local(*args):
     result = _loop(config, *args, gradients=gradients)
     loss, metrics = jax.lax.psum((result.loss, result.metrics), axes)
-    if gradients:
-      d_hidden, d_head = result.gradients
-      result = result._replace(gradients=(d_hidden, d_head[None]))
-    return result._replace(loss=loss, metrics=metrics)
+    return result._replace(loss=loss, metrics=metrics, d_head=result.d_head[None] if gradients else None)
 
   run = jax.shard_map(
     local,
     mesh=config.layout.mesh,
     in_specs=(rows, whole, _Tokens(rows, rows, rows, rows, rows, heads=whole)),
-    out_specs=HeadResult(whole, whole, rows, (rows, rows) if gradients else ()),
+    out_specs=HeadResult(whole, whole, rows, rows, rows),
     axis_names=set(axes),
     check_vma=False,
   )
@@ -212,13 +207,9 @@ def _run(config: HeadConfig, hidden, head, tokens: _Tokens, *, gradients: bool) 
   result = run(hidden, table, tokens)
   if not gradients:
     return result
-  d_hidden, d_head = result.gradients
-  if isinstance(head, TiedWeight):
-    # The gradient of the embedding is added before the sum over the mesh.
-    d_head = TiedWeight(None, d_head)
-  else:
-    d_head = config.layout.reduced(d_head, ('vocab', 'embed'), axes).astype(head.dtype)
-  return result._replace(gradients=(d_hidden, d_head))
+  if isinstance(head, TiedWeight):  # the gradient of the embedding is added before the sum over the mesh
+    return result._replace(d_head=TiedWeight(None, result.d_head))
+  return result._replace(d_head=config.layout.reduced(result.d_head, ('vocab', 'embed'), axes).astype(head.dtype))
 
 
 def _loop(config: HeadConfig, hidden, head, tokens: _Tokens, *, gradients: bool) -> HeadResult:
@@ -248,35 +239,31 @@ def _loop(config: HeadConfig, hidden, head, tokens: _Tokens, *, gradients: bool)
       teachers=(states, tokens.heads),
       gradients=gradients,
     )
-    sums = ()
     if gradients:
-      d_hidden, d_head = chunk_result.gradients
-      all_hidden, sum_head = carry.gradients
-      sums = put(all_hidden, d_hidden.astype(all_hidden.dtype)), sum_head + d_head
-    return HeadResult(
-      carry.loss + chunk_result.loss,
-      jax.tree.map(jnp.add, carry.metrics, chunk_result.metrics),
-      jax.tree.map(put, carry.outputs, chunk_result.outputs),
-      gradients=sums,
+      d_hidden = chunk_result.d_hidden.astype(carry.d_hidden.dtype)
+      carry = carry._replace(d_hidden=put(carry.d_hidden, d_hidden), d_head=carry.d_head + chunk_result.d_head)
+    return carry._replace(
+      loss=carry.loss + chunk_result.loss,
+      metrics=jax.tree.map(jnp.add, carry.metrics, chunk_result.metrics),
+      outputs=jax.tree.map(put, carry.outputs, chunk_result.outputs),
     )
 
   zeros = jnp.zeros((rows, length + padding), jnp.float32)
   fields = ['logprobs', *config.reads]
   if config.divergence:
     fields.append('divergence')
-  carry = HeadResult(jnp.zeros(()), {}, Outputs(**dict.fromkeys(fields, zeros)), gradients=())
+  carry = HeadResult(jnp.zeros(()), {}, Outputs(**dict.fromkeys(fields, zeros)))
   if config.loss_fn:
     _, metrics = jax.eval_shape(config.loss_fn, carry.outputs, arrays)
     carry = carry._replace(metrics={name: jnp.zeros((), jnp.float32) for name in metrics})
   if gradients:
     d_hidden = jnp.zeros((rows, length + padding, width), hidden.dtype)
     d_head = jnp.zeros(head.shape[::-1] if transposes_gradient(config) else head.shape, jnp.float32)
-    carry = carry._replace(gradients=(d_hidden, d_head))
+    carry = carry._replace(d_hidden=d_hidden, d_head=d_head)
   result = jax.lax.fori_loop(0, -(-longest // chunk), body, carry)
   places = inverse(order[:, :length])  # back to the order of `hidden`
   result = result._replace(outputs=jax.tree.map(lambda x: reorder(x[:, :length], places), result.outputs))
   if gradients:
-    d_hidden, d_head = result.gradients
-    d_head = d_head.T if transposes_gradient(config) else d_head
-    result = result._replace(gradients=(reorder(d_hidden[:, :length], places), d_head))
+    d_head = result.d_head.T if transposes_gradient(config) else result.d_head
+    result = result._replace(d_hidden=reorder(result.d_hidden[:, :length], places), d_head=d_head)
   return result

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpost.distributed.mesh import Layout
+from jaxpost.distributed.mesh import Layout, TiedWeight
 from jaxpost.matmul import Compute, einsum
 from jaxpost.types import MASKED_LOGIT, Divergence, Outputs, TokenLoss
 
@@ -44,12 +44,13 @@ class HeadConfig(NamedTuple):
 
 
 class HeadResult(NamedTuple):
-  """The result of a pass over tokens; `gradients` is (d hidden, d head), or () if they are not computed."""
+  """The result of a pass over tokens; the gradients are None if they are not computed."""
 
   loss: jax.Array  # []
   metrics: dict[str, jax.Array]  # []
   outputs: Outputs  # [B, C] of a chunk, [B, T] of all
-  gradients: tuple
+  d_hidden: jax.Array | None = None
+  d_head: jax.Array | TiedWeight | None = None
 
 
 def logits(hidden: jax.Array, head: jax.Array, form: tuple[float, float], dtype: str) -> jax.Array:
@@ -141,15 +142,14 @@ def chunk_loss(
     fields['divergence'], divergence_vjp = jax.vjp(divergence, softmax.logits)
   outputs = Outputs(**{k: jnp.where(weights != 0, v, 0) for k, v in fields.items()})
   if config.loss_fn is None:
-    return HeadResult(jnp.zeros(()), {}, outputs, gradients=())
+    return HeadResult(jnp.zeros(()), {}, outputs)
 
   def weighted_sums(outputs):
     loss, metrics = config.loss_fn(outputs, arrays)
     return jnp.sum(weights * loss), {k: jnp.sum(weights * v) for k, v in metrics.items()}
 
   if not gradients:
-    loss, metrics = weighted_sums(outputs)
-    return HeadResult(loss, metrics, outputs, gradients=())
+    return HeadResult(*weighted_sums(outputs), outputs)
   (loss, metrics), slopes = jax.value_and_grad(weighted_sums, has_aux=True)(outputs)
   d_logits = _logits_gradient(config, softmax, fields, slopes)
   if divergence_vjp:
@@ -157,7 +157,7 @@ def chunk_loss(
   d_logits = d_logits * _logits_slope(config, softmax.logits, temperature)
   d_hidden = einsum('bcv,vd->bcd', d_logits, head, dtype, hidden.dtype.name)
   d_head = einsum('bcd,bcv->dv' if transposes_gradient(config) else 'bcd,bcv->vd', hidden, d_logits, dtype)
-  return HeadResult(loss, metrics, outputs, (d_hidden, d_head))
+  return HeadResult(loss, metrics, outputs, d_hidden, d_head)
 
 
 def transposes_gradient(config: HeadConfig) -> bool:
