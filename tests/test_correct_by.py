@@ -19,7 +19,7 @@ from jaxpost.monitor import metrics
 from jaxpost.rewards.groups import Graded
 from jaxpost.rewards.pool import RewardPool
 from jaxpost.rl import batching, dynamic_sampling, grading
-from jaxpost.rl.reward_metrics import verdicts
+from jaxpost.rl.reward_metrics import verdict_table
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import prepare, sampling_inputs
 from jaxpost.stage.evaluate import pass_metrics
@@ -98,8 +98,8 @@ def test_sample_without_a_reward_has_no_verdict():
   right = dict(right=[1.0, 0.0, 0.0])
   graded = [Graded([None, 0.0, -0.5], right, None), Graded([1.0, 0.0, -0.5], right, None)]
   rewards = np.array([[np.nan, 0.0, -0.5], [1.0, 0.0, -0.5]])
-  np.testing.assert_array_equal(verdicts(graded, rewards, 'right'), [[np.nan, 0, 0], [1, 0, 0]])
-  assert grading.varied(verdicts(graded, rewards, 'right')).tolist() == [False, True]
+  np.testing.assert_array_equal(verdict_table(graded, rewards, 'right'), [[np.nan, 0, 0], [1, 0, 0]])
+  assert grading.varied(verdict_table(graded, rewards, 'right')).tolist() == [False, True]
 
 
 @pytest.mark.parametrize('decides, missing', [('', 4), ('by_place', 0)])
@@ -167,7 +167,7 @@ def test_pass_at_k_leaves_out_and_counts_prompts_without_a_verdict():
   graded += [Graded([1.0, 0.0], dict(right=[1.0, 0.0], form=[0.0, 0.0]), None)]
   graded += [Graded([1.0, 1.0], dict(right=[None, None], form=[1.0, 1.0]), None)]
   graded += [Graded([None, None], dict(right=[1.0, 1.0], form=[None, None]), 'form: it raised')]
-  table = verdicts(graded, np.array([[1.0, 2.0], [1.0, 0.0], [1.0, 1.0], [np.nan] * 2]), 'right')
+  table = verdict_table(graded, np.array([[1.0, 2.0], [1.0, 0.0], [1.0, 1.0], [np.nan] * 2]), 'right')
   measured = pass_metrics(graded, table, 1.0)
   assert measured['ungraded_prompts'] == 2
   assert (measured['pass@1'], measured['pass@2']) == (0.75, 1.0)

@@ -156,7 +156,7 @@ def test_reward_sum_is_the_verdict_where_deciding_reward_does_not_grade():
     # `right` could not grade these answers.
     Graded([0.0, 1.0], {'right': [None, None], 'short': [0.0, 1.0]}, None, graded_by=['right', 'short']),
   ]
-  verdicts = reward_metrics.verdicts(graded, reward_metrics.reward_table(graded), 'right')
+  verdicts = reward_metrics.verdict_table(graded, reward_metrics.reward_table(graded), 'right')
   np.testing.assert_array_equal(verdicts, [[1, 0], [0.2, 0.7], [np.nan, np.nan], [np.nan, np.nan]])
 
 

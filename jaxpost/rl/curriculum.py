@@ -14,7 +14,7 @@ import typing
 
 import numpy as np
 
-from jaxpost.rl.reward_metrics import reward_table, verdicts
+from jaxpost.rl.reward_metrics import reward_table, verdict_table
 
 if typing.TYPE_CHECKING:
   from jaxpost.data.prompts import PromptStream
@@ -80,7 +80,7 @@ class Curriculum:
       prompts, table = graded.rollout.prompts, graded.verdicts
     else:
       prompts = [prompt for r in pending.rounds if not r.from_earlier_step for prompt in r.rollout.prompts]
-      table = verdicts(graded.sampled, reward_table(graded.sampled), pending.grader.correct_by)
+      table = verdict_table(graded.sampled, reward_table(graded.sampled), pending.grader.correct_by)
     if graded.rollout.demonstration is not None:  # the last of a group is an answer of the data, not of the policy
       table = table[:, :-1]
     for prompt, values in zip(prompts, table):

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxpost.rl import merging
 from jaxpost.rl.grading import Grader, PendingRollout, Round, varied
-from jaxpost.rl.reward_metrics import verdicts
+from jaxpost.rl.reward_metrics import verdict_table
 from jaxpost.rollout import rollout_codec
 
 
@@ -52,7 +52,7 @@ def needs_more_groups(pending: PendingRollout, step: int, num_groups: int, max_r
 def varied_groups(pending: PendingRollout) -> np.ndarray:
   """Waits for the rewards, and returns for each group of all rounds whether it has right and wrong samples."""
   correct_by = pending.grader.correct_by
-  return np.concatenate([varied(verdicts(r.results, r.rewards, correct_by)) for r in pending.rounds])
+  return np.concatenate([varied(verdict_table(r.results, r.rewards, correct_by)) for r in pending.rounds])
 
 
 def select_varied(pending: PendingRollout, num_groups: int) -> PendingRollout:
@@ -104,7 +104,7 @@ class Surplus:
     if not self.max_steps:
       return chosen
     for round_, selected in zip(pending.rounds, chosen.selected):
-      is_varied = varied(verdicts(round_.results, round_.rewards, self.grader.correct_by))
+      is_varied = varied(verdict_table(round_.results, round_.rewards, self.grader.correct_by))
       surplus = [g for g in np.flatnonzero(is_varied).tolist() if g not in selected]
       if surplus:
         self.waiting.append(_part(round_, surplus))

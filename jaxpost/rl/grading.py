@@ -20,7 +20,7 @@ from jaxpost.distributed import coordination
 from jaxpost.losses import advantages
 from jaxpost.rewards.groups import Graded, Group, stats_of
 from jaxpost.rl import batching, reward_metrics
-from jaxpost.rl.reward_metrics import REWARD_MODEL, reward_table, verdicts
+from jaxpost.rl.reward_metrics import REWARD_MODEL, reward_table, verdict_table
 
 if typing.TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
@@ -175,7 +175,7 @@ class PendingRollout:
         rollout, results, rewards, reward_model_outputs, grader
       )
     if rollout.verdicts is None:
-      correct = verdicts(results, rewards, grader.correct_by)
+      correct = verdict_table(results, rewards, grader.correct_by)
     else:  # recorded with the rollout
       correct = rollout.verdicts.reshape(rewards.shape)
     weights = {REWARD_MODEL: grader.model_weight} | (grader.pool.weights if grader.pool else {})

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxpost.rl import batching, merging
 from jaxpost.rl.grading import GradedRollout, Grader, PendingRollout, Round
-from jaxpost.rl.reward_metrics import reward_table, verdicts
+from jaxpost.rl.reward_metrics import reward_table, verdict_table
 from jaxpost.rollout import rollout_codec
 from jaxpost.rollout.rollout_codec import arrays_of
 from jaxpost.types import Prompt, Rollout
@@ -67,7 +67,7 @@ class Replay:
     rollout = _replace_last(drawn.rollout, replayed)
     results = list(drawn.results)
     regraded = self.grader.submit(merging.merge([rollout], [list(replayed)])).rounds[0].results
-    sample_verdicts = verdicts(regraded, reward_table(regraded), self.grader.correct_by)[:, -1]
+    sample_verdicts = verdict_table(regraded, reward_table(regraded), self.grader.correct_by)[:, -1]
     self.figures['replay/wrong'] = int((~(sample_verdicts >= self.passes)).sum())
     for g, group in zip(replayed, regraded):
       results[g] = group

@@ -26,7 +26,7 @@ def reward_table(graded: Sequence[Graded], name: str = '') -> np.ndarray:
   return np.array([[np.nan if r is None else r for r in row] for row in rows], np.float64)
 
 
-def verdicts(graded: Sequence[Graded], rewards: np.ndarray, name: str) -> np.ndarray:
+def verdict_table(graded: Sequence[Graded], rewards: np.ndarray, name: str) -> np.ndarray:
   """Returns [P, G] float64: values of the reward that decides what is correct; NaN for samples without a reward.
 
   Args:
@@ -107,8 +107,8 @@ def step_metrics(experience: Experience, shape: RowShape, config: typing.Any) ->
   sampled = experience
   not_sampled = rollout.replayed if rollout.demonstration is None else rollout.demonstration
   if not_sampled is not None:
-    verdicts_ = np.where(not_sampled, np.nan, experience.verdicts)
-    sampled = dataclasses.replace(experience, mask=experience.mask * ~not_sampled[:, None], verdicts=verdicts_)
+    verdicts = np.where(not_sampled, np.nan, experience.verdicts)
+    sampled = dataclasses.replace(experience, mask=experience.mask * ~not_sampled[:, None], verdicts=verdicts)
   if not rollout.from_data:
     out |= surprisal_metrics(sampled)
     out |= correctness_metrics(sampled, config.eval.pass_reward) if experience.components else {}
@@ -138,10 +138,10 @@ def correctness_metrics(experience: Experience, passes: float) -> dict:
 
   A completion is right if its verdict is at least `passes`; those without a verdict do not count.
   """
-  verdicts_ = experience.verdicts
-  assert verdicts_ is not None, 'graded completions have verdicts'
-  graded = np.isfinite(verdicts_)
-  right = graded & (verdicts_ >= passes)
+  verdicts = experience.verdicts
+  assert verdicts is not None, 'graded completions have verdicts'
+  graded = np.isfinite(verdicts)
+  right = graded & (verdicts >= passes)
   count = graded.reshape(experience.groups, -1).sum(axis=1)
   rate = (right.reshape(experience.groups, -1).sum(axis=1) / np.maximum(count, 1))[count > 0]
   bins = {'none': rate == 0, 'low': (rate > 0) & (rate <= 0.5), 'high': (rate > 0.5) & (rate < 1), 'all': rate == 1}

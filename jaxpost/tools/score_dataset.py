@@ -22,7 +22,7 @@ from jaxpost.monitor.metrics import read_growing
 from jaxpost.rewards import builtin, math
 from jaxpost.rewards.groups import Graded, Group
 from jaxpost.rewards.pool import RewardPool
-from jaxpost.rl.reward_metrics import reward_table, verdicts
+from jaxpost.rl.reward_metrics import reward_table, verdict_table
 from jaxpost.stage.evaluate import pass_metrics
 from jaxpost.storage import object_store
 from jaxpost.tools import completion_files, completions
@@ -132,7 +132,7 @@ def summary(
     InputError: no prompt was graded.
   """
   table = reward_table(graded)
-  values = verdicts(graded, table, correct_by)
+  values = verdict_table(graded, table, correct_by)
   is_graded = np.isfinite(values).all(axis=1)
   if not is_graded.any():
     errors = [g.error for g in graded if g.error]
