@@ -176,7 +176,7 @@ def by_hand(config_dict):
     completions.append(rollout.completions)
     pending = stream.grader.submit(rollout)
     scores = stream.scorer.fetch(stream.scorer.start(rollout))
-    experience = stream.make_experience(stream.grade(pending, scores), scores)
+    experience = stream.make_experience(pending.result(scores.reward_model), scores)
     updates = stream.make_batches(experience, stream.algorithm.credit(experience, config_))
     jax.block_until_ready([policy.update(batch) for _, batch in updates])
     stream.step += 1

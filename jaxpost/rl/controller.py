@@ -82,7 +82,8 @@ class Controller:
     # While the devices score and the workers grade, later steps are sampled.
     self.rollouts.prefetch(self.step)
     scores = self.scorer.fetch(pending_scores)
-    graded = self.grade(pending, scores)
+    with self.timer('reward'):
+      graded = pending.result(scores.reward_model)  # waits for the reward functions
     self.grader.observe(sampled, self.replay.drawn if self.replay else graded)
     experience = self.make_experience(graded, scores)
     with self.timer('pack'):
@@ -126,11 +127,6 @@ class Controller:
         greedy = self.sampler(prompts, 1, step, on_dispatch, temperature=0.0)
     with self.timer('pack'):
       return self.grader.submit(rollout, greedy, info)
-
-  def grade(self, pending: PendingRollout, scores: Scores) -> GradedRollout:
-    """Waits for the reward functions and adds the reward model's output."""
-    with self.timer('reward'):
-      return pending.result(scores.reward_model)
 
   def make_experience(self, graded: GradedRollout, scores: Scores) -> Experience:
     """Joins rollout, rewards and log-probs for the algorithm's `credit`."""

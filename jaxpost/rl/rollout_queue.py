@@ -136,8 +136,7 @@ class RolloutQueue:
     with self.timer('reshard'):
       if self.engine:
         self.moved_bytes = self.engine.load(self.roles.policy.params, version)['bytes']
-    if self.engine:
-      self.timer.watch('reshard', self.engine.weights)
+        self.timer.watch('reshard', self.engine.weights)
     self.version = version
 
   def _update_in_flight(self, version: int, dispatched_blocks: int):
