@@ -143,18 +143,18 @@ def to_batch(
   shape = num_rows, row_length
   tokens, positions, segment_ids, sequence_ids, branch_ids = (np.zeros(shape, np.int32) for _ in range(5))
   loss_weights = np.zeros(shape, np.float32)
-  if 'temperature' in rollout.prompts[0].source.get('sampling', ()):  # then every source has one
-    temperatures = np.repeat([p.source['sampling']['temperature'] for p in rollout.prompts], group_size(rollout))
-    arrays = {**arrays, 'temperature': np.broadcast_to(temperatures[:, None], rollout.logprobs.shape)}
   packed = {name: np.zeros(shape, np.float32) for name in arrays}
-  recorded = {name: x for name, x in (('experts', rollout.experts), ('allowed', rollout.allowed)) if x is not None}
-  optional = {name: np.zeros((*shape, *x.shape[2:]), x.dtype) for name, x in recorded.items()}
+  recorded = {'experts': rollout.experts, 'allowed': rollout.allowed}
+  optional = {name: np.zeros((*shape, *x.shape[2:]), x.dtype) for name, x in recorded.items() if x is not None}
+  if 'temperature' in rollout.prompts[0].source.get('sampling', ()):  # then every source has one
+    optional['temperature'] = np.zeros(shape, np.float32)
   size = group_size(rollout)
   for n, row, segment, branch, start, first, end in places(
     rollout, members, num_rows, row_length, share_prompt=share_prompt
   ):
     length = end - first
-    sequence = np.concatenate([rollout.prompts[n // size].tokens, rollout.completions[n, :length]])
+    prompt = rollout.prompts[n // size]
+    sequence = np.concatenate([prompt.tokens, rollout.completions[n, :length]])
     skipped = len(sequence) - (end - start)  # tokens of the prompt that the first branch has
     tokens[row, start:end] = sequence[skipped:]
     positions[row, start:end] = np.arange(skipped, len(sequence))
@@ -165,12 +165,12 @@ def to_batch(
     loss_weights[row, first:end] = weights[n, :length]
     for name, values in arrays.items():
       packed[name][row, first:end] = values[n, :length]
-    if 'experts' in recorded:  # of the prompt, too
-      optional['experts'][row, start:end] = recorded['experts'][n, skipped : len(sequence)]
-    if 'allowed' in recorded:
-      optional['allowed'][row, first:end] = recorded['allowed'][n, :length]
-  if 'temperature' in packed:
-    optional['temperature'] = packed.pop('temperature')
+    if 'experts' in optional:  # of the prompt, too
+      optional['experts'][row, start:end] = rollout.experts[n, skipped : len(sequence)]
+    if 'allowed' in optional:
+      optional['allowed'][row, first:end] = rollout.allowed[n, :length]
+    if 'temperature' in optional:
+      optional['temperature'][row, first:end] = prompt.source['sampling']['temperature']
   if share_prompt:
     optional['branch_ids'] = branch_ids
   return Batch(tokens, positions, segment_ids, loss_weights, sequence_ids=sequence_ids, arrays=packed, **optional)
