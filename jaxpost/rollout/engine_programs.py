@@ -1,10 +1,9 @@
-"""The compiled programs of the native engine, and the host arrays that they take."""
+"""The compiled programs of the native engine, and the jobs that compile them before a run samples."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,8 +11,6 @@ import numpy as np
 
 from jaxpost.programs import generate
 from jaxpost.programs.compile import Ledger, Program
-from jaxpost.programs.generate import Entry
-from jaxpost.rollout import sampler_config
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
@@ -21,8 +18,6 @@ if TYPE_CHECKING:
   from jaxpost.models.model import Model
   from jaxpost.programs.sampling import Sampling
   from jaxpost.rollout.native import NativeEngine
-  from jaxpost.rollout.page_table import PageCopy
-  from jaxpost.rollout.sequence import ActiveSequence
 
 
 class EnginePrograms:
@@ -94,36 +89,6 @@ class EnginePrograms:
     return self._programs[make, *sizes]
 
 
-def make_entry(
-  engine: NativeEngine, sequences: dict[int, ActiveSequence], rows: dict[int, int], copies: Collection[PageCopy] = ()
-) -> Entry:
-  """Returns the argument `entry` of the program `insert`.
-
-  Args:
-    sequences: {slot: sequence that enters it}.
-    rows: {slot: row of the `Prefilled` that its entries are copied from}.
-    copies: pages to be filled.
-  """
-  slots = engine.max_concurrent_decodes
-  source = np.full(slots, -1, np.int32)
-  index = np.zeros(slots, np.int32)
-  sample = np.zeros(slots, np.int32)
-  samplings = [sampler_config.sampling(engine.config, {})] * slots
-  for slot, sequence in sequences.items():
-    request = sequence.request
-    drawn = len(sequence.tokens) - len(request.tokens)
-    source[slot] = rows[slot]
-    index[slot] = request.prompt
-    sample[slot] = request.sample
-    s = sampler_config.sampling(engine.config, request.sampling)
-    samplings[slot] = s.replace(max_tokens=s.max_tokens - drawn, min_tokens=s.min_tokens - drawn)
-  table = None
-  if engine.page:
-    table = np.full((engine.buckets.page_copies(len(copies)), 3), -1, np.int32)
-    table[: len(copies)] = np.array([dataclasses.astuple(copy) for copy in copies]).reshape(-1, 3)
-  return Entry(source, index, sample, jax.tree.map(lambda *x: np.stack(x), *samplings), table)
-
-
 def compile_jobs(
   engine: NativeEngine, params: Any, lengths: Sequence[int], group_size: int, turns: bool
 ) -> list[Callable[[], Any]]:
@@ -131,6 +96,7 @@ def compile_jobs(
   buckets = engine.buckets
   programs = engine.programs
   slots = engine.max_concurrent_decodes
+  page_size = engine.config.page_size
   weights, state = engine.described(params)
   key = _abstract(engine, (2,), np.uint32, axes=(None,))
   step = _abstract(engine, (), np.int32, axes=())
@@ -139,7 +105,7 @@ def compile_jobs(
     return jax.tree.map(lambda x: _abstract(engine, x.shape, x.dtype), arrays)
 
   def tables(rows, read):
-    return [_abstract(engine, (rows, read // engine.page), np.int32, axes=())] if engine.page else []
+    return [_abstract(engine, (rows, read // page_size), np.int32, axes=())] if page_size else []
 
   jobs: list[Callable[[], Any]] = [functools.partial(engine.reshard.compile, params), programs.init.compile]
   entry = like(engine.entry({}, {}))
@@ -148,14 +114,14 @@ def compile_jobs(
   if not turns:  # an environment's first message may make prompts longer
     max_length = min(max(lengths) + engine.config.max_new_tokens, max_length)
   # Preempted sequences are prefilled again, with the tokens that they have drawn.
-  longer = range(min_length, max_length) if turns or engine.page else ()
+  longer = range(min_length, max_length) if turns or page_size else ()
   rows = engine.prefill_rows(group_size)
   for size in sorted({buckets.prompt(n) for n in (*lengths, *longer)}):
     tokens = _abstract(engine, (rows, size))
     counts = _abstract(engine, (rows,))
     prefilled = programs.prefill.outputs(weights, tokens, counts)
     jobs.append(functools.partial(programs.prefill.compile, weights, tokens, counts))
-    for copies in buckets.copy_sizes(rows, size) if engine.page else [0]:
+    for copies in buckets.copy_sizes(rows, size) if page_size else [0]:
       entry_with_copies = entry.replace(copies=_abstract(engine, (copies, 3))) if copies else entry
       jobs.append(functools.partial(programs.insert.compile, state, prefilled, entry_with_copies, key, step))
   for count in buckets.row_sizes():

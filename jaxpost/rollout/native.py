@@ -9,6 +9,7 @@ Legend: S slots, N prompts, P prompt tokens, C completion tokens, K kv heads.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from jaxpost.programs.generate import Entry
 from jaxpost.programs.reshard import Reshard
 from jaxpost.rollout import engine_programs, sampler, sampler_config
 from jaxpost.rollout.buckets import Buckets, cache_length
-from jaxpost.rollout.engine_programs import EnginePrograms, make_entry
+from jaxpost.rollout.engine_programs import EnginePrograms
 from jaxpost.rollout.sampler_config import SamplerConfig
 from jaxpost.rollout.scheduler import NextRequests, OnTokens, Scheduler
 from jaxpost.rollout.sequence import Completion, Request
@@ -74,8 +75,7 @@ class NativeEngine:
     self.layout = layout
     self.decode = decode
     self.block = max(1, min(config.block, config.max_new_tokens))
-    self.page = config.page_size
-    self.length = cache_length(config.room, self.block, self.page)
+    self.length = cache_length(config.room, self.block, config.page_size)
     if reshard is None:
       source = bridge.source if bridge else layout
       reshard = Reshard(model, source, compute, ledger, share_buffers=not asynchronous)
@@ -91,7 +91,7 @@ class NativeEngine:
       ledger,
       slots=slots,
       cache_shape=self.cache_shape,
-      paged=bool(self.page),
+      paged=bool(config.page_size),
       block=self.block,
       report=dict(top=config.top_logprobs, allowed=config.top_k if config.sampling_mask else 0),
       sampling=sampler_config.sampling(config, {}),
@@ -113,7 +113,7 @@ class NativeEngine:
       min_rows=min_rows,
       max_length=self.config.room,
       cache_length=self.length,
-      page_size=self.page,
+      page_size=self.config.page_size,
       block=self.block,
       max_new_tokens=self.config.max_new_tokens,
       reads_filled=reads_filled,
@@ -121,17 +121,17 @@ class NativeEngine:
 
   def _cache_shape(self) -> tuple[int, int]:
     """Returns (slots or pages, entries of each); InputError if the pages do not hold the longest sequence."""
-    slots = self.max_concurrent_decodes
-    if not self.page:
+    slots, size = self.max_concurrent_decodes, self.config.page_size
+    if not size:
       return slots, self.length
     entries = self.config.cache_tokens or max(slots * self.length // 2, self.length)
-    pages = entries // self.page
-    if pages * self.page < self.length:
+    pages = entries // size
+    if pages * size < self.length:
       raise InputError(
-        f'config.rollout.cache_tokens: {pages} pages of {self.page} do not hold one sequence of {self.length} entries; '
+        f'config.rollout.cache_tokens: {pages} pages of {size} do not hold one sequence of {self.length} entries; '
         'raise it'
       )
-    return pages + 1, self.page  # page 0 is reserved
+    return pages + 1, size  # page 0 is reserved
 
   def load(self, params: Any, version: int) -> dict:
     """Copies the trainer's parameters into the sampling layout; returns {'bytes': number of bytes moved}."""
@@ -205,11 +205,11 @@ class NativeEngine:
 
   def pages(self) -> PageTable | None:
     """Returns an empty page table, or None if the cache has no pages."""
-    if not self.page:
+    if not self.config.page_size:
       return None
     from jaxpost.rollout import page_table
 
-    return page_table.PageTable(self.page, self.cache_shape[0])
+    return page_table.PageTable(self.config.page_size, self.cache_shape[0])
 
   def insert(self, state: DecodeState, prefilled: Prefilled, entry: Entry, run_key: Any, step: int) -> DecodeState:
     """Forks prefilled sequences into their slots."""
@@ -263,8 +263,31 @@ class NativeEngine:
     return self.buckets.prefill_rows(max(group_size, self.config.group_size))
 
   def entry(self, sequences: dict[int, ActiveSequence], rows: dict[int, int], copies: Sequence[PageCopy] = ()) -> Entry:
-    """Returns the argument `entry` of `insert`; see `engine_programs.make_entry`."""
-    return make_entry(self, sequences, rows, copies)
+    """Returns the argument `entry` of `insert`.
+
+    Args:
+      sequences: {slot: sequence that enters it}.
+      rows: {slot: row of the `Prefilled` that its entries are copied from}.
+      copies: pages to be filled.
+    """
+    slots = self.max_concurrent_decodes
+    source = np.full(slots, -1, np.int32)
+    index = np.zeros(slots, np.int32)
+    sample = np.zeros(slots, np.int32)
+    samplings = [sampler_config.sampling(self.config, {})] * slots
+    for slot, sequence in sequences.items():
+      request = sequence.request
+      drawn = len(sequence.tokens) - len(request.tokens)
+      source[slot] = rows[slot]
+      index[slot] = request.prompt
+      sample[slot] = request.sample
+      s = sampler_config.sampling(self.config, request.sampling)
+      samplings[slot] = s.replace(max_tokens=s.max_tokens - drawn, min_tokens=s.min_tokens - drawn)
+    table = None
+    if self.config.page_size:
+      table = np.full((self.buckets.page_copies(len(copies)), 3), -1, np.int32)
+      table[: len(copies)] = np.array([dataclasses.astuple(copy) for copy in copies]).reshape(-1, 3)
+    return Entry(source, index, sample, jax.tree.map(lambda *x: np.stack(x), *samplings), table)
 
   def check(self, request: Request) -> None:
     """Raises InputError if a request cannot be served."""
