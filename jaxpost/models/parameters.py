@@ -139,6 +139,11 @@ def narrow(x: jax.Array, param: Param, compute: Compute) -> jax.Array:
   return jnp.array(x, x.dtype if param.exact else compute.dtype, copy=True)
 
 
+def in_float32(tree: Any) -> Any:
+  """Returns the tree with its bfloat16 leaves as float32."""
+  return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, tree)
+
+
 def is_mtp(path: str) -> bool:
   """Returns True for the paths of a module for multi-token prediction."""
   return path.startswith(f'{MTP}/')

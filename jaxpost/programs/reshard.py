@@ -17,7 +17,7 @@ import numpy as np
 from jaxpost.distributed.transfer import relabelled
 from jaxpost.matmul import on_bits
 from jaxpost.models.layers import FUSED, FUSED_AXIS
-from jaxpost.models.parameters import MTP, STACKS, narrow, nest, unstack_layers
+from jaxpost.models.parameters import MTP, STACKS, in_float32, narrow, nest, unstack_layers
 from jaxpost.programs.compile import Ledger, Program
 
 if TYPE_CHECKING:
@@ -150,9 +150,7 @@ class Reshard:
 
   def _merged(self, params):
     """Merges adapters: in float32 if the model computes in it, because a sum in bfloat16 would not be the trainer's."""
-    if self._compute.dtype == 'float32':
-      params = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, params)
-    return self._merge(params)
+    return self._merge(in_float32(params) if self._compute.dtype == 'float32' else params)
 
 
 def _layers_of(model: Model, layout: Layout, compute: Compute, fused: dict) -> tuple[list[dict], int]:

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpost.losses import head as head_lib
 from jaxpost.losses import head_chunk
-from jaxpost.models.parameters import join
+from jaxpost.models.parameters import in_float32, join
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.types import Batch, Objective, Outputs, TrainState
 
@@ -210,19 +210,16 @@ def make_update(
     options = dict(step=state.step, frozen=frozen, scale=scale, tokens=jnp.sum(batch.segment_ids > 0))
     (loss, metrics), grads = accumulate(functools.partial(loss_fn, **options), state.params, batch)
     loss, grads = jax.tree.map(lambda x: x / scale, (loss, grads))
-    routing = metrics.pop(ROUTER, None)
     norm = optax.tree.norm(grads)
-    finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     empty = ~jnp.any(batch.loss_weights != 0)
-    if objective.token_means or not objective.coupled:
-      total_weight = jnp.where(empty, 1.0, jnp.sum(batch.loss_weights))
-      metrics = jax.tree.map(lambda x: x / total_weight, metrics)
-    if routing:
-      from jaxpost.models import routing as routing_lib
-
-      metrics |= routing_lib.metrics(routing)
+    metrics = _metrics_of_batch(metrics, objective, batch.loss_weights, empty)
     new = clipped_step(state, optimizer, grads, norm, clip_norm)
-    finite, params, opt_state = _if_finite(new, state, finite, empty, scaling and scaling.unmoved)
+    finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+    finite &= empty | jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(new)]))
+    old = state.params, scaling.unmoved(state.opt_state, finite) if scaling else state.opt_state
+    # Elements are selected, so that XLA writes the new state over the old one; a `lax.cond` would copy both on GPU, and
+    # wait there for the host.
+    params, opt_state = jax.tree.map(functools.partial(jnp.where, finite & ~empty), new, old)
     metrics |= {
       'loss': loss,
       'grad_norm': norm,
@@ -240,6 +237,19 @@ def make_update(
   return Program('update', update, ledger, (shardings, layout.sharding()), donate=(0,), flops=flops)
 
 
+def _metrics_of_batch(sums: dict, objective: Objective, loss_weights: jax.Array, empty: jax.Array) -> dict:
+  """Returns the metrics of an update, [] each, from the sums over its micro-batches; `empty`: all weights are 0."""
+  routing = sums.pop(ROUTER, None)
+  if objective.token_means or not objective.coupled:
+    total_weight = jnp.where(empty, 1.0, jnp.sum(loss_weights))
+    sums = jax.tree.map(lambda x: x / total_weight, sums)
+  if routing:
+    from jaxpost.models import routing as routing_lib
+
+    sums |= routing_lib.metrics(routing)
+  return sums
+
+
 def clipped_step(
   state: TrainState, optimizer: optax.GradientTransformation, grads: Any, norm: jax.Array, clip_norm: float
 ) -> tuple[Any, Any]:
@@ -252,28 +262,6 @@ def clipped_step(
 
     return rounding.apply_updates(state.params, updates, state.step), opt_state
   return optax.apply_updates(state.params, updates), opt_state
-
-
-def in_float32(tree: Any) -> Any:
-  """Returns the tree with its bfloat16 leaves as float32."""
-  return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, tree)
-
-
-def _if_finite(
-  new: tuple[Any, Any], state: TrainState, finite: jax.Array, empty: jax.Array, unmoved: Callable | None
-) -> tuple[jax.Array, Any, Any]:
-  """Returns (finite, params, opt_state): those of `new` if all are finite and the batch is not empty.
-
-  Otherwise the parameters do not change, and the state of the optimizer is
-  unmoved(state of the optimizer, finite) or, without that function, does not change.
-
-  Elements are selected, so that XLA writes the new state over the old one; a
-  `lax.cond` would copy both on GPU, and wait there for the host.
-  """
-  finite &= empty | jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(new)]))
-  moves = finite & ~empty
-  old = state.params, unmoved(state.opt_state, finite) if unmoved else state.opt_state
-  return finite, *jax.tree.map(functools.partial(jnp.where, moves), new, old)
 
 
 def state_shardings(model: Model, optimizer: optax.GradientTransformation, layout: Layout) -> TrainState:
