@@ -201,6 +201,7 @@ class Alerts:
     """Returns the mean over the first rows of a stage; NaN until there are FIRST of them."""
     first = self._first.setdefault((stage, key), [])
     if len(first) < FIRST:
-      first.extend([value] if math.isfinite(value) else [])
+      if math.isfinite(value):
+        first.append(value)
       return math.nan
     return sum(first) / FIRST

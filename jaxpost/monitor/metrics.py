@@ -50,7 +50,7 @@ SHOWN = {
 
 def is_clock_key(key: str) -> bool:
   """Returns whether values of this key depend on the clock or the machine."""
-  return key.startswith(('time/', 'memory/')) or (key.endswith('_per_s') or key == 'mfu')
+  return key.startswith(('time/', 'memory/')) or key.endswith('_per_s') or key == 'mfu'
 
 
 def plain(value: Any) -> Any:

@@ -58,7 +58,7 @@ def make_optimizer(section: OptimSection, schedule: optax.Schedule, part: Model)
     from jaxpost.stage import muon
 
     return muon.make_muon(schedule, options, part, decayed(part))
-  make = {**vars(contrib), **vars(optax)}[section.name]  # one of `_known`, see `check`
+  make = _known()[section.name]
   parameters = inspect.signature(make).parameters
   kwargs = {name: value for name, value in options.items() if name in parameters}
   for mask in _DECAY_MASKS:
@@ -69,10 +69,9 @@ def make_optimizer(section: OptimSection, schedule: optax.Schedule, part: Model)
 
 def _known() -> dict[str, Callable]:
   """Returns {name: function} of the functions of optax and optax.contrib that make an optimizer."""
-  members = {**vars(contrib), **vars(optax)}
   return {
     name: make
-    for name, make in members.items()
+    for name, make in {**vars(contrib), **vars(optax)}.items()
     if not name.startswith(('_', 'scale_by'))
     and inspect.isfunction(make)
     and 'learning_rate' in inspect.signature(make).parameters
