@@ -149,25 +149,26 @@ def defaults(choices: Mapping[str, Any]) -> dict[str, Any]:
   method_loss = choices.get('loss', 'clip')
   method_advantage = choices.get('advantage', 'group')
 
-  def choose(config: Config, field: str, values: Mapping[str, Any] = choices) -> Any:
-    return values.get(field, config.rl.__dataclass_fields__[field].metadata['auto'])
+  def auto(config: Config, field: str) -> Any:
+    return config.rl.__dataclass_fields__[field].metadata['auto']
 
   def of_loss(config: Config, field: str) -> Any:
     loss = config.rl.loss or method_loss
-    loss_defaults = policy_gradient.LOSSES[loss].sets
+    values = policy_gradient.LOSSES[loss].sets
     if loss == method_loss:
-      return choose(config, field, {**loss_defaults, **choices})
-    # A method's clip range is meant for its own surrogate.
-    return choose(config, field, loss_defaults if field.startswith('clip_') else {**choices, **loss_defaults})
+      values = {**values, **choices}
+    elif not field.startswith('clip_'):  # a method's clip range is meant for its own surrogate
+      values = {**choices, **values}
+    return values.get(field, auto(config, field))
 
   def scale_rewards(config: Config) -> str:
     estimator = advantages.ESTIMATORS.get(config.rl.advantage or method_advantage)
     fits = estimator is None or choices.get('scale_rewards') in estimator.scales
-    return choose(config, 'scale_rewards') if fits else estimator.scales[0]
+    return choices.get('scale_rewards', auto(config, 'scale_rewards')) if fits else estimator.scales[0]
 
   def turn_gamma(config: Config) -> float:
     is_method_estimator = config.rl.advantage in ('', method_advantage)
-    return choose(config, 'turn_gamma', choices if is_method_estimator else {})
+    return choices['turn_gamma'] if is_method_estimator else auto(config, 'turn_gamma')
 
   def importance(config: Config) -> tuple[str, ...]:
     """A correction if the sampler's weights differ from the old policy's: they are older, or in 8 bits."""
@@ -182,5 +183,5 @@ def defaults(choices: Mapping[str, Any]) -> dict[str, Any]:
     return 'k3' if (config.rl.kl_in or choices.get('kl_in', 'loss')) == 'loss' else 'k1'
 
   by_loss = {f: functools.partial(of_loss, field=f) for f in ('aggregate', 'clip_low', 'clip_high', 'old_policy')}
-  by_rule = dict(scale_rewards=scale_rewards) | (dict(turn_gamma=turn_gamma) if 'turn_gamma' in choices else {})
-  return {'importance': importance, 'kl_estimator': kl_estimator, **choices, **by_loss, **by_rule}
+  rules = {'importance': importance, 'kl_estimator': kl_estimator, **choices, **by_loss, 'scale_rewards': scale_rewards}
+  return rules | ({'turn_gamma': turn_gamma} if 'turn_gamma' in choices else {})
