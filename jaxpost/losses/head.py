@@ -161,10 +161,10 @@ def _outputs_backward(config, args, cotangents):
   """Runs a second pass, with the sum of cotangents times outputs as its loss."""
   hidden, head, tokens = args
   fields = ('logprobs', *config.learns)
-  slopes = {k: reorder(cotangents.__dict__[k], tokens.order) for k in fields}
+  slopes = {k: reorder(vars(cotangents)[k], tokens.order) for k in fields}
 
   def linear_loss(outputs, arrays):
-    return sum(outputs.__dict__[k] * arrays[k] for k in fields), {}
+    return sum(vars(outputs)[k] * arrays[k] for k in fields), {}
 
   mask = (tokens.weights != 0).astype(jnp.float32)
   config = config._replace(loss_fn=linear_loss, reads=config.learns)

@@ -219,7 +219,7 @@ def _logits_gradient(config: HeadConfig, softmax: _Softmax, fields: dict, slopes
   logits, exp, norm, lse, is_label, is_real = softmax
 
   def slope(name):
-    return slopes.__dict__[name][..., None]
+    return vars(slopes)[name][..., None]
 
   probs = exp / norm
   d_logits = slope('logprobs') * (is_label - probs)
