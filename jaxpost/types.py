@@ -30,8 +30,7 @@ class Batch:
     tokens        5    6    7    8    9    0
     positions     0    1    2    0    1    0
     segment_ids   1    1    1    2    2    0     (0 is padding)
-    loss_weights  0   1/3  1/3   0   1/3   0     (3 = trained tokens of the
-                                                  *global* batch)
+    loss_weights  0   1/3  1/3   0   1/3   0     (3 = trained tokens of the *global* batch)
 
   `loss_weights` holds mask / global normalizer, so that every loss and every metric is a plain weighted sum, whatever
   the packing, the micro-batches or the mesh.
@@ -175,6 +174,11 @@ class Rollout:
   demonstration: np.ndarray | None = None  # [N] bool
   replayed: np.ndarray | None = None  # [N] bool
 
+  @property
+  def group_size(self) -> int:
+    """Number of samples of each prompt."""
+    return len(self.lengths) // len(self.prompts)
+
 
 class Scores(NamedTuple):
   """Scores of a rollout by the roles; None: the algorithm does not need them.
@@ -219,11 +223,6 @@ class Experience:
   memory: dict = dataclasses.field(default_factory=dict)
   verdicts: np.ndarray | None = None  # [N] float64
   components: dict[str, tuple[float, np.ndarray]] = dataclasses.field(default_factory=dict)  # weight, [N] float64
-
-  @property
-  def groups(self) -> int:
-    """Number of prompts."""
-    return len(self.rollout.prompts)
 
   @property
   def turn_rewards(self) -> np.ndarray:

@@ -33,7 +33,6 @@ from jaxpost.programs import score
 from jaxpost.programs import train as programs
 from jaxpost.programs.compile import Ledger
 from jaxpost.rewards.pool import RewardPool
-from jaxpost.rl import batching
 from jaxpost.rl.controller import Controller
 from jaxpost.rl.grading import GradedRollout, Grader
 from jaxpost.roles import Frozen, Policy, Roles, Trainable
@@ -411,7 +410,7 @@ def with_turns(graded: GradedRollout) -> GradedRollout:
   """
   rollout = graded.rollout
   turn_rewards = np.zeros(rollout.completions.shape)
-  prompt = np.arange(len(turn_rewards)) // batching.group_size(rollout) % 2
+  prompt = np.arange(len(turn_rewards)) // rollout.group_size % 2
   answers = [_PLACES[tuple(a[:n])] for a, n in zip(rollout.completions.tolist(), rollout.lengths)]
   turn_rewards[:, 0] = FIRST[prompt, answers]
   sampled = np.tile(np.arange(C) != 1, (len(turn_rewards), 1))

@@ -99,7 +99,7 @@ def item(folder):
 
 def test_each_group_ends_with_the_answer_of_the_data(item):
   experience, rollout = item.experience, item.experience.rollout
-  assert rollout.demonstration.reshape(experience.groups, 4).tolist() == [[False] * 3 + [True]] * experience.groups
+  assert rollout.demonstration.reshape(-1, 4).tolist() == [[False] * 3 + [True]] * len(rollout.prompts)
   assert (experience.rewards[rollout.demonstration] == 1).all() and rollout.finished[rollout.demonstration].all()
   assert not rollout.logprobs[rollout.demonstration].any()
   np.testing.assert_array_equal(

@@ -156,7 +156,7 @@ def credit(experience: Experience, config: Config) -> Credit:
   """Returns an advantage for each trained token."""
   valid = np.isfinite(experience.rewards)
   if experience.baseline is not None:
-    valid &= np.isfinite(np.repeat(experience.baseline, len(valid) // experience.groups))
+    valid &= np.isfinite(np.repeat(experience.baseline, experience.rollout.group_size))
   mask, metrics = trained_tokens(experience, valid, config)
   kl, memory, kl_metrics = kl_penalty(experience, mask, config)
   values = _advantages(experience, valid, mask, kl, config)
@@ -189,7 +189,7 @@ def _advantages(experience, valid, mask, kl, config) -> np.ndarray:
   """Advantages [N, C] by the estimator `config.rl.advantage`."""
   rl = config.rl
   estimator = advantages.ESTIMATORS[rl.advantage]
-  shape = (experience.groups, -1)
+  shape = (len(experience.rollout.prompts), -1)
   # Groups that only fill up a step (`rl.dynamic_sampling`) do not count, as in the mean of the loss.
   trained = experience.mask.reshape(shape).any(axis=1, keepdims=True)
   kl_in_reward, kl_in_advantage = (0.0, kl) if rl.kl_in == 'advantage' else (kl, 0.0)
@@ -206,7 +206,7 @@ def _advantages(experience, valid, mask, kl, config) -> np.ndarray:
     'components': {name: (w, values.reshape(shape)) for name, (w, values) in experience.components.items()},
   }
   if experience.baseline is not None:
-    arrays['greedy'] = np.repeat(np.nan_to_num(experience.baseline), len(valid) // experience.groups)
+    arrays['greedy'] = np.repeat(np.nan_to_num(experience.baseline), experience.rollout.group_size)
   options = {argument: vars(rl)[field] for argument, field in estimator.reads.items()}
   values = estimator.fn(*(arrays[name] for name in estimator.takes), **options)
   if values.shape != mask.shape:  # one advantage per sequence, which all its tokens get

@@ -34,7 +34,7 @@ def objective(config: Config) -> Objective:
 def credit(experience: Experience, config: Config) -> Credit:
   """Returns `choice` [N, C]: +1 for the best and -1 for the worst sample of each group."""
   mask, metrics = grpo.trained_tokens(experience, np.isfinite(experience.rewards), config)
-  groups = experience.groups
+  groups = len(experience.rollout.prompts)
   rewards = experience.rewards.reshape(groups, -1)
   valid = mask.any(axis=1).reshape(groups, -1)
   best = np.where(valid, rewards, -np.inf).argmax(axis=1)
@@ -60,14 +60,13 @@ def pack(
   """Returns a Batch [num_rows, row_length] of the pairs of sampled completions among `members`."""
   rollout = experience.rollout
   sign = credit.arrays['choice'].sum(axis=1)
-  group_size = len(sign) // max(experience.groups, 1)
   chosen = {}  # group -> index of the sequence
   rejected = {}
   for n in members:
     if sign[n] > 0:
-      chosen[n // group_size] = n
+      chosen[n // rollout.group_size] = n
     elif sign[n] < 0:
-      rejected[n // group_size] = n
+      rejected[n // rollout.group_size] = n
 
   def answer(n: int) -> Answer:
     length = rollout.lengths[n]

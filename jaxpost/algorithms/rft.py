@@ -23,9 +23,9 @@ def credit(experience: Experience, config: Config) -> Credit:
   rewards = experience.rewards
   mask, metrics = grpo.trained_tokens(experience, np.isfinite(rewards), config)
   correct = mask.any(axis=1) & (experience.verdicts >= config.rl.keep_reward)
-  shape = (experience.groups, -1)
+  shape = (len(experience.rollout.prompts), -1)
   keep = best_of_n(rewards.reshape(shape), correct.reshape(shape)).reshape(-1)
-  metrics |= {'rft/kept': int(keep.sum()), 'rft/dropped': int(experience.groups - keep.sum())}
+  metrics |= {'rft/kept': int(keep.sum()), 'rft/dropped': int(len(experience.rollout.prompts) - keep.sum())}
   if keep.any():
     metrics['rft/kept_reward'] = float(rewards[keep].mean())
   return Credit({}, mask * keep[:, None], metrics, experience.memory)

@@ -153,7 +153,7 @@ class TextTeacher(Frozen):
 
   def reading(self, rollout: Rollout) -> Rollout:
     """Returns a rollout in the teacher's tokens; completions are cut where there is no room beside the prompt."""
-    size = len(rollout.lengths) // len(rollout.prompts)
+    size = rollout.group_size
     own_prompts = tuple(map(self.prompt, rollout.prompts))
     tokens = []  # of each completion
     for n, (ids, length) in enumerate(zip(rollout.completions.tolist(), rollout.lengths.tolist())):

@@ -124,7 +124,7 @@ def weights(rollout: Rollout, config: Any) -> np.ndarray:
   for row, prompt in zip(table, rollout.prompts):
     indices = list(prompt.source.get('teachers', range(len(all_weights))))
     row[indices] = all_weights[indices] / all_weights[indices].sum()
-  return np.repeat(table, len(rollout.lengths) // len(rollout.prompts), axis=0)
+  return np.repeat(table, rollout.group_size, axis=0)
 
 
 def combine(logprobs: Sequence[np.ndarray], rollout: Rollout, config: Any) -> np.ndarray:

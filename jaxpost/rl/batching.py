@@ -59,14 +59,9 @@ def minibatches(num_sequences: int, rl: Any, seed: int, step: int) -> Iterator[n
     yield from np.array_split(order, rl.minibatches)
 
 
-def group_size(rollout: Rollout) -> int:
-  """Returns the number of samples of each prompt."""
-  return len(rollout.lengths) // len(rollout.prompts)
-
-
 def prompt_lengths(rollout: Rollout) -> np.ndarray:
   """[N] tokens of the prompt of each sequence."""
-  return np.repeat([len(p.tokens) for p in rollout.prompts], group_size(rollout))
+  return np.repeat([len(p.tokens) for p in rollout.prompts], rollout.group_size)
 
 
 class Place(NamedTuple):
@@ -105,7 +100,7 @@ def places(
   if share_prompt:
     from jaxpost.rl import shared_prompts
 
-    shared = [*shared_prompts.documents(members, group_size(rollout), prompts, completions, row_length)]
+    shared = [*shared_prompts.documents(members, rollout.group_size, prompts, completions, row_length)]
     # Sequences that minibatches draw at random from groups may fill rows better one by one.
     documents = min(shared, documents, key=lambda x: len(pack(x)))
   rows = pack(documents)
@@ -148,12 +143,11 @@ def to_batch(
   optional = {name: np.zeros((*shape, *x.shape[2:]), x.dtype) for name, x in recorded.items() if x is not None}
   if 'temperature' in rollout.prompts[0].source.get('sampling', ()):  # then every source has one
     optional['temperature'] = np.zeros(shape, np.float32)
-  size = group_size(rollout)
   for n, row, segment, branch, start, first, end in places(
     rollout, members, num_rows, row_length, share_prompt=share_prompt
   ):
     length = end - first
-    prompt = rollout.prompts[n // size]
+    prompt = rollout.prompts[n // rollout.group_size]
     sequence = np.concatenate([prompt.tokens, rollout.completions[n, :length]])
     skipped = len(sequence) - (end - start)  # tokens of the prompt that the first branch has
     tokens[row, start:end] = sequence[skipped:]

@@ -133,7 +133,7 @@ class Controller:
     rollout = graded.rollout
     mask = batching.completion_mask(rollout)
     if self.config.rl.dynamic_sampling:  # groups whose answers are all right or all wrong only fill up the batch
-      mask = mask * np.repeat(varied(graded.verdicts), batching.group_size(rollout))[:, None]
+      mask = mask * np.repeat(varied(graded.verdicts), rollout.group_size)[:, None]
     arrays = {'sampler_logprobs': rollout.logprobs, **scores._replace(reward_model=None).computed()}
     if rollout.demonstration is not None:  # not sampled: the ratios of demonstrations are 1
       arrays['sampler_logprobs'] = np.where(rollout.demonstration[:, None], scores.old_logprobs, rollout.logprobs)

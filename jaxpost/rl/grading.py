@@ -19,7 +19,7 @@ import numpy as np
 from jaxpost.distributed import coordination
 from jaxpost.losses import advantages
 from jaxpost.rewards.groups import Graded, Group, stats_of
-from jaxpost.rl import batching, reward_metrics
+from jaxpost.rl import reward_metrics
 from jaxpost.rl.reward_metrics import REWARD_MODEL, reward_table, verdict_table
 
 if typing.TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Round:
     """Rewards of each group: those of the workers and of the environment."""
     if self.graded is not None:
       return self.graded
-    size = batching.group_size(self.rollout)
+    size = self.rollout.group_size
     graded = self.pending.results if self.pending else [Graded([0.0] * size, {}, None)] * len(self.rollout.prompts)
     if not self.rollout.rewards:
       return graded
@@ -271,7 +271,7 @@ def to_groups(rollout: Rollout, tokenizer: Tokenizer, indices: Sequence[int] | N
   Args:
     indices: which groups to convert; None: all.
   """
-  size = batching.group_size(rollout)
+  size = rollout.group_size
   groups = []
   for i in range(len(rollout.prompts)) if indices is None else indices:
     prompt = rollout.prompts[i]

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxpost.rl import batching
 from jaxpost.rollout.rollout_codec import arrays_of
 from jaxpost.types import Rollout
 
@@ -26,7 +25,7 @@ def merge(rollouts: Sequence[Rollout], groups: Sequence[Sequence[int]], measured
     measured: rollouts whose metrics are combined for the result; (): all.
   """
   first = rollouts[0]
-  size = batching.group_size(first)
+  size = first.group_size
   parts = [(rollout, _members(indices, size)) for rollout, indices in zip(rollouts, groups)]
   # Rollouts of environments are as wide as their longest episode.
   width = max(rollout.completions.shape[1] for rollout in rollouts)

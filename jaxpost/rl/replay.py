@@ -97,7 +97,7 @@ def _most_certain(rollout: Rollout, members: np.ndarray) -> Rollout:
     x = x[n : n + 1]
     return (x[:, : rollout.lengths[n]] if x.ndim > 1 and x.shape[1] == width else x).copy()
 
-  prompt = rollout.prompts[n // batching.group_size(rollout)]
+  prompt = rollout.prompts[n // rollout.group_size]
   arrays = {name: cut(x) for name, x in arrays_of(rollout).items()}
   arrays |= {'replayed': np.ones(1, bool), 'versions': cut(batching.token_versions(rollout))}
   return Rollout(
@@ -110,7 +110,7 @@ def _replace_last(rollout: Rollout, replayed: Mapping[int, Rollout]) -> Rollout:
   arrays = {name: x.copy() for name, x in arrays_of(rollout).items()}
   arrays['replayed'] = np.zeros(len(rollout.lengths), bool)
   arrays['versions'] = batching.token_versions(rollout).copy()
-  group_size = batching.group_size(rollout)
+  group_size = rollout.group_size
   for g, sample in replayed.items():
     n = (g + 1) * group_size - 1
     for name, x in arrays.items():

@@ -142,8 +142,9 @@ def correctness_metrics(experience: Experience, passes: float) -> dict:
   assert verdicts is not None, 'graded completions have verdicts'
   graded = np.isfinite(verdicts)
   right = graded & (verdicts >= passes)
-  count = graded.reshape(experience.groups, -1).sum(axis=1)
-  rate = (right.reshape(experience.groups, -1).sum(axis=1) / np.maximum(count, 1))[count > 0]
+  group_size = experience.rollout.group_size
+  count = graded.reshape(-1, group_size).sum(axis=1)
+  rate = (right.reshape(-1, group_size).sum(axis=1) / np.maximum(count, 1))[count > 0]
   bins = {'none': rate == 0, 'low': (rate > 0) & (rate <= 0.5), 'high': (rate > 0.5) & (rate < 1), 'all': rate == 1}
   out = {f'pass_rate/{name}': float(part.mean()) for name, part in bins.items() if rate.size}
   lengths = experience.rollout.lengths
@@ -158,7 +159,7 @@ def sample_rows(
 ) -> list[dict]:
   """Returns a row of texts and scores a completion, for people to read; `groups`, `results` [P] and `rewards` [N]."""
   rows = []
-  size = batching.group_size(rollout)
+  size = rollout.group_size
   for n, length in enumerate(rollout.lengths):
     group, result = groups[n // size], results[n // size]
     i = n % size

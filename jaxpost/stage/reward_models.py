@@ -110,7 +110,7 @@ def scores(rollout: Rollout, roles: Roles, *, max_sequences: int, shape: RowShap
     max_sequences: how many sequences fit into a batch of `shape`.
   """
   assert roles.reward_model
-  group_size = batching.group_size(rollout)
+  group_size = rollout.group_size
   out = []
   for start in range(0, len(rollout.lengths), max_sequences):
     members = np.arange(start, min(start + max_sequences, len(rollout.lengths)))

@@ -111,7 +111,7 @@ class _Line(progress.ProgressColumn):
 
 def _rows_of(rollout: Rollout, tokenizer: Tokenizer) -> list[dict]:
   """Returns one row per prompt: its columns and its completions."""
-  size = len(rollout.lengths) // len(rollout.prompts)
+  size = rollout.group_size
   rows = []
   for i, prompt in enumerate(rollout.prompts):
     members = range(i * size, (i + 1) * size)

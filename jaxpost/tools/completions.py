@@ -313,7 +313,7 @@ def make_engines(
 def completion_rows(rollout: Rollout, tokenizer: Tokenizer) -> list[dict]:
   """Returns one JSON-able row per completion."""
   rows = []
-  size = len(rollout.lengths) // len(rollout.prompts)
+  size = rollout.group_size
   for i, length in enumerate(map(int, rollout.lengths)):
     prompt = rollout.prompts[i // size]
     rows.append(

@@ -158,7 +158,7 @@ def explain(placed: place.PlacedStage, roles: Roles, controller: Controller, ite
   rollout = experience.rollout
   length = rollout.lengths[row]
   shown = item.samples()[row]
-  group_size = len(rollout.lengths) // experience.groups
+  group_size = rollout.group_size
   prompt = rollout.prompts[row // group_size]
   ids = rollout.completions[row, :length].tolist()
   advantages = credit.arrays.get('advantages', np.zeros_like(credit.mask))

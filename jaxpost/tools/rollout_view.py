@@ -108,7 +108,7 @@ class Viewer:
 
   def _tokens(self, path: epath.Path, short: dict) -> dict[str, list] | None:
     rollout, arrays = self._rollout(path)
-    size = len(rollout.lengths) // len(rollout.prompts)
+    size = rollout.group_size
     positions = [i for i, prompt in enumerate(rollout.prompts) if prompt.index == short['index']]
     if not positions or short['sample'] >= size:
       return None
