@@ -149,7 +149,8 @@ def chunk_loss(
     return jnp.sum(weights * loss), {k: jnp.sum(weights * v) for k, v in metrics.items()}
 
   if not gradients:
-    return HeadResult(*weighted_sums(outputs), outputs)
+    loss, metrics = weighted_sums(outputs)
+    return HeadResult(loss, metrics, outputs)
   (loss, metrics), slopes = jax.value_and_grad(weighted_sums, has_aux=True)(outputs)
   d_logits = _logits_gradient(config, softmax, fields, slopes)
   if divergence_vjp:

@@ -159,9 +159,9 @@ def to_batch(
     loss_weights[row, first:end] = weights[n, :length]
     for name, values in arrays.items():
       packed[name][row, first:end] = values[n, :length]
-    if 'experts' in optional:  # of the prompt, too
+    if rollout.experts is not None:  # of the prompt, too
       optional['experts'][row, start:end] = rollout.experts[n, skipped : len(sequence)]
-    if 'allowed' in optional:
+    if rollout.allowed is not None:
       optional['allowed'][row, first:end] = rollout.allowed[n, :length]
     if 'temperature' in optional:
       optional['temperature'][row, first:end] = prompt.source['sampling']['temperature']
