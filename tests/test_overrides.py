@@ -127,10 +127,10 @@ def test_override_of_stage_on_command_line_is_not_reported():
 REFUSED = {
   'steps': (
     '--config.train.steps=77',
-    'config.train.steps=77: would change nothing.*sft: 1000, grpo: 120.*'
+    'config.train.steps=77: would change nothing.*sft: 250, grpo: 120.*'
     'write --config.sft.train.steps=77 --config.grpo.train.steps=77$',
   ),
-  'float': ('--config.optim.lr=0.5', 'sft: 0.003.*--config.grpo.optim.lr=0.5$'),
+  'float': ('--config.optim.lr=0.5', 'sft: 0.01.*--config.grpo.optim.lr=0.5$'),
   'string': ('--config.algorithm=gpro', 'config.algorithm=gpro: .*--config.grpo.algorithm=gpro$'),
   'section': ("--config.optim={'lr':0.5}", 'config.optim.lr=0.5: would change nothing'),
   'one of them set': (
