@@ -261,35 +261,46 @@ def test_long_rows_split_over_devices_recompute_weights():
 
 
 @pytest.mark.parametrize(
-  'shape, layer',
+  'shape, layer, branches',
   [
-    *(('groups', layer) for layer in LAYERS),
-    ('one_kv_head', 'all'),
-    ('odd_length', 'all'),
-    ('latent', 'plain'),
-    ('blocks', 'all'),
+    *(('groups', layer, False) for layer in LAYERS),
+    *(('groups', layer, True) for layer in ('plain', 'sinks', 'scale')),
+    ('one_kv_head', 'all', False),
+    ('odd_length', 'all', False),
+    ('odd_length', 'sinks', True),
+    ('latent', 'plain', False),
+    ('latent', 'plain', True),
+    ('blocks', 'all', False),
+    ('blocks', 'sinks', True),
   ],
 )
-def test_splash_equals_reference(shape, layer):
-  args, options, g = case(SHAPES[shape], **LAYERS[layer])
-  assert_close(output_and_gradients(splash_interpreted(options), args, g), expected_results(shape, layer), 1e-5)
+def test_splash_equals_reference(shape, layer, branches):
+  args, options, g = case(SHAPES[shape], branches=branches, **LAYERS[layer])
+  assert_close(
+    output_and_gradients(splash_interpreted(options), args, g), expected_results(shape, layer, branches), 1e-5
+  )
 
 
 @pytest.mark.parametrize('n', [2, 4])
 @pytest.mark.parametrize(
-  'shape, layer',
+  'shape, layer, branches',
   [
-    ('groups', 'plain'),
-    ('groups', 'all'),
-    ('odd_length', 'all'),
-    ('latent', 'plain'),
-    ('blocks', 'plain'),
-    ('blocks', 'all'),
+    ('groups', 'plain', False),
+    ('groups', 'plain', True),
+    ('groups', 'all', False),
+    ('odd_length', 'all', False),
+    ('odd_length', 'sinks', True),
+    ('latent', 'plain', False),
+    ('blocks', 'plain', False),
+    ('blocks', 'plain', True),
+    ('blocks', 'all', False),
   ],
 )
-def test_splash_of_stripes_equals_reference(shape, layer, n):
-  args, options, g = case(SHAPES[shape], **LAYERS[layer])
-  assert_close(output_and_gradients(splash_interpreted(options, n), args, g), expected_results(shape, layer), 1e-5)
+def test_splash_of_stripes_equals_reference(shape, layer, branches, n):
+  args, options, g = case(SHAPES[shape], branches=branches, **LAYERS[layer])
+  assert_close(
+    output_and_gradients(splash_interpreted(options, n), args, g), expected_results(shape, layer, branches), 1e-5
+  )
 
 
 def triton_interpreted(options):
@@ -437,7 +448,11 @@ def test_platform_dtype_and_shape_select_the_kernel(monkeypatch):
   tpu = compute_for('tpu', 'bfloat16', 'none')
   assert called_kernels(monkeypatch, tpu) == ['splash']
   assert called_kernels(monkeypatch, tpu, **LAYERS['all']) == ['splash']
-  assert not called_kernels(monkeypatch, tpu, branches=True)
+  assert called_kernels(monkeypatch, tpu, branches=True, sinks=True) == ['splash']
+  assert not called_kernels(monkeypatch, tpu, branches=True, cap=5.0)
+  for name, windowed in ('splash', False), ('triton', True):
+    windows = dataclasses.replace(MODEL, layer_windows=(40, 0))
+    assert attention_kernels.supports_branches(name, windows) is windowed
   assert not called_kernels(monkeypatch, compute_for('tpu', 'float32', 'none'))
   gpu = compute_for('gpu', 'bfloat16', 'none')
   assert called_kernels(monkeypatch, gpu) == called_kernels(monkeypatch, gpu, window=40) == ['triton']
@@ -461,7 +476,7 @@ def test_platform_dtype_and_shape_select_the_kernel(monkeypatch):
   'platform, name, dtype, fields, words',
   [
     ('tpu', 'splash', 'float32', {}, 'splash does not support .*dtype=float32'),
-    ('tpu', 'splash', 'bfloat16', dict(branches=True), 'share_prompt'),
+    ('tpu', 'splash', 'bfloat16', dict(branches=True, cap=5.0), 'share_prompt'),
     ('gpu', 'triton', 'float32', {}, 'triton does not support .*dtype=float32'),
   ],
 )
@@ -560,10 +575,10 @@ def verify_splash(monkeypatch, tmp_path):
   monkeypatch.setenv('HOME', str(tmp_path))
   kernel_check.trusted.cache_clear()
 
-  def run(kernel, *lengths, cfg=MODEL, parts=1, **fields):
+  def run(kernel, *lengths, cfg=MODEL, parts=1, branches=False, **fields):
     monkeypatch.setitem(attention_kernels.KERNELS, 'splash', kernel)
     compute = dataclasses.replace(compute_for('tpu', 'bfloat16', 'none'), **fields)
-    return kernel_check.verify(compute, [kernel_check.KernelUse(cfg, n, parts) for n in lengths])
+    return kernel_check.verify(compute, [kernel_check.KernelUse(cfg, n, parts, branches) for n in lengths])
 
   yield run
   kernel_check.trusted.cache_clear()
@@ -615,6 +630,18 @@ def test_kernel_that_is_wrong_on_stripes_falls_back_to_xla(monkeypatch, verify_s
 
   assert not verify_splash(kernel, 512).rejected_shapes
   assert [(w.length, w.parts) for w in verify_splash(kernel, 512, parts=2).rejected_shapes] == [(512, 2)]
+
+
+def test_kernel_that_mixes_branches_falls_back_to_xla_for_them(monkeypatch, verify_splash):
+  """Rows with branches are checked unless the model has windows, for which splash does not support branches."""
+
+  def kernel(q, k, v, rows, *inputs, **options):
+    return CORRECT_SPLASH(q, k, v, rows._replace(branch_ids=None), *inputs, **options)
+
+  assert not verify_splash(CORRECT_SPLASH, 256, branches=True).rejected_shapes
+  windowed = dataclasses.replace(MODEL, layer_windows=(40,))
+  assert not verify_splash(kernel, 512, cfg=windowed, branches=True).rejected_shapes
+  assert [w.branches for w in verify_splash(kernel, 512, branches=True).rejected_shapes] == [True]
 
 
 def test_a_shape_is_checked_once(monkeypatch, verify_splash, tmp_path):
@@ -711,15 +738,17 @@ def test_kernels_that_jax_cannot_import_are_not_used(monkeypatch, verify_splash,
 def test_choices_report_what_xla_computes(tmp_path):
   """This is decoding, or rows whose samples share their prompt."""
   folder, shared = tiny.folder(tmp_path / 'model', head_dim=64), dict(train=dict(share_prompt=True))
-  for platform, overrides, rejected, attention in (
-    ('gpu', dict(), False, 'triton (gpu)'),
-    ('gpu', shared, False, 'triton (gpu)'),
-    ('gpu', dict(), True, 'triton (gpu), decoding by XLA'),
-    ('gpu', dict(rollout=dict(page_size=16)), False, 'triton (gpu), decoding by XLA'),
-    ('tpu', dict(), False, 'splash (tpu)'),
-    ('tpu', shared, False, 'splash (tpu), by XLA for rows with a shared prompt'),
+  windowed = tiny.folder(tmp_path / 'windowed', family='mistral', qk_norm='', layer_windows=(40,))
+  for path, platform, overrides, rejected, attention in (
+    (folder, 'gpu', dict(), False, 'triton (gpu)'),
+    (folder, 'gpu', shared, False, 'triton (gpu)'),
+    (folder, 'gpu', dict(), True, 'triton (gpu), decoding by XLA'),
+    (folder, 'gpu', dict(rollout=dict(page_size=16)), False, 'triton (gpu), decoding by XLA'),
+    (folder, 'tpu', dict(), False, 'splash (tpu)'),
+    (folder, 'tpu', shared, False, 'splash (tpu)'),
+    (windowed, 'tpu', shared, False, 'splash (tpu), by XLA for rows with a shared prompt'),
   ):
-    (prepared,) = prepare.prepare_all(tiny.grpo_config(folder, **overrides))
+    (prepared,) = prepare.prepare_all(tiny.grpo_config(path, **overrides))
     try:
       placed = place.place_stage(prepared)
     finally:
@@ -801,7 +830,7 @@ def test_all_shapes_of_a_run_are_checked(tmp_path, monkeypatch):
   from jaxpost.tools import completions, inference
 
   def key_of(use):
-    return use.model.head_dim, use.length, use.parts
+    return use.model.head_dim, use.length, use.parts, *['branches'] * use.branches
 
   verified = []
   monkeypatch.setattr(Compute, 'uses_kernel', True)
@@ -841,7 +870,7 @@ def test_all_shapes_of_a_run_are_checked(tmp_path, monkeypatch):
     data=dict(path='generated:arithmetic_pairs:max=99,ops=+,split=train,size=40'),
     train=dict(row_length=128),
   )
-  assert uses(pairs) == set()  # XLA attends in pairs that share their prompt
+  assert uses(pairs) == {(size, 128, 1, 'branches')}
   assert uses(tiny.merged(pairs, dict(preference=dict(share_prompt=False)))) == {(size, 128, 1)}
   completions.make_engine(
     inference.from_folder(path, config_lib.parse(distill)['distill']), slots=2, max_prompt=40, max_new_tokens=60
@@ -869,8 +898,9 @@ def main():
   attention_kernels.KERNELS['splash'] = functools.partial(kernel, interpret=True)
   attention_kernels.REFUSALS['splash'] = lambda *_: ''  # splash refuses float32 otherwise
   out = {}
-  for windows in (), (40, 0):  # layers alike, or of two kinds, with the window as an array
-    args, options, g = case((128, 8, 2, 16, 16), sinks=True)
+  # Layers alike, or of two kinds, with the window as an array.
+  for windows, branches in ((), False), ((), True), ((40, 0), False):
+    args, options, g = case((128, 8, 2, 16, 16), sinks=True, branches=branches)
     args, options, g = jax.tree.map(
       lambda x: jnp.tile(x, (4,) + (1,) * (x.ndim - 1)) if hasattr(x, 'ndim') and x.ndim > 1 else x, (args, options, g)
     )
@@ -890,7 +920,7 @@ def main():
         )
 
       actual = output_and_gradients(run, args, g)
-      out[f'{text} {windows}'] = max(
+      out[f'{text} {windows} {branches}'] = max(
         tiny.largest(a - b) / tiny.largest(b)
         for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
       )
@@ -929,7 +959,7 @@ def decoding_errors():
 def test_sharded_kernels_equal_reference_in_all_layouts():
   run = children.run(__file__, devices=8)
   errors = json.loads(run.stdout)
-  assert len(errors) == 2 * len(LAYOUTS) + 4
+  assert len(errors) == 3 * len(LAYOUTS) + 4
   assert {k: x for k, x in errors.items() if not x <= 1e-5} == {}
 
 
@@ -952,15 +982,16 @@ import dataclasses
 import jaxpost.models.model as model_lib
 out, kept, mesh = {}, [], sys.argv[3]
 queries = 1024 // int((re.findall(r'context=(\d+)', mesh) or [1])[0])
-count = aot.cost.count
+count, fields = aot.cost.count, json.loads(sys.argv[4])
+algorithm = 'dpo' if fields.pop('branches', False) else 'sft'
 aot.cost.count = lambda *args: (kept.append(args[0]), count(*args))[1]
 for name in sys.argv[2], 'chunked':
   p, = dry_run.prepare_all(dict(
-      algorithm='sft', data=dict(path='none'), model=dict(
+      algorithm=algorithm, data=dict(path='none'), model=dict(
           preset='xs', remat='full', attention=name),
       mesh=dict(train=mesh),
       train=dict(batch_size=8, row_length=1024)))
-  cfg = dataclasses.replace(p.inputs.model.config, **json.loads(sys.argv[4]))
+  cfg = dataclasses.replace(p.inputs.model.config, **fields)
   p = dataclasses.replace(p, inputs=dataclasses.replace(p.inputs, model=model_lib.build(cfg)))
   row, = aot.compile_stage(p, top, ('update',)).rows
   out[name] = dict(
@@ -1002,6 +1033,7 @@ def compiled_train_step(topology, name, mesh='data=2,fsdp=2,tensor=2', **fields)
     {},
     dict(num_layers=2, layer_windows=[300, 0], attention_softcap=20.0, biases=['sinks'], num_kv_heads=1),
     dict(num_layers=1, head_dim=256),
+    dict(branches=True, num_layers=1, head_dim=128),
   ],
 )
 def test_a_train_step_with_splash_compiles_for_tpus(fields):
@@ -1014,7 +1046,8 @@ def test_a_train_step_with_splash_compiles_for_tpus(fields):
   assert 1.1 * kernel['model'] < kernel['flops']
   # Splash has 11 products of queries with keys: 2 forward, 2 recomputed, 3 and 4 in the kernels of the backward pass;
   # of the 2 x 2 blocks of a row it computes three. XLA has 2, 2 and 4 products, each of all pairs.
-  assert kernel['flops'] - chunked['flops'] == pytest.approx((0.75 * 11 - 8) * kernel['product'], rel=1e-3)
+  products = 11 + 6 * 24 / 128 * fields.get('branches', False)  # 24 features keep branches apart in 6 of them
+  assert kernel['flops'] - chunked['flops'] == pytest.approx((0.75 * products - 8) * kernel['product'], rel=1e-3)
 
 
 @pytest.mark.parametrize(

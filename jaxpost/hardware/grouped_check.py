@@ -47,11 +47,7 @@ def verify(compute: Compute, models: Iterable[ModelConfig | CustomConfig], shard
     models: the models that the run trains, samples from or scores with.
     shards: numbers of devices that the matrices are split over.
   """
-  if not compute.grouped_kernel:
-    return compute
   checks = sorted({(GROUPED, matrix) for cfg in models for n in shards for matrix in matrices(cfg, n)})
-  if not checks:
-    return compute
   faults = kernel_check.faults(checks, compute.dtype, trusted)
   wrong = [f'{matrix.inputs} x {matrix.outputs} {fault}' for (_, matrix), fault in zip(checks, faults) if fault]
   if not wrong:

@@ -64,11 +64,10 @@ def verify(compute: Compute, uses: Iterable[KernelUse], decoded: Sequence[ModelC
   Raises:
     InputError: the kernel is wrong, and the config names it.
   """
-  dtype = compute.dtype
   checks = sorted({(compute.attention, shape) for use in uses for shape in _shapes_to_check(compute, use)})
   checks += sorted({(DECODE, shape) for cfg in decoded for shape in decoded_shapes(compute, cfg)})
   rejected, decode_kernel = [], compute.decode_kernel
-  for (name, shape), fault in zip(checks, faults(checks, dtype, trusted)):
+  for (name, shape), fault in zip(checks, faults(checks, compute.dtype, trusted)):
     if not fault:
       continue
     rows = f' for rows of {shape.length} tokens' if shape.length else ''  # decoding has no rows
@@ -109,7 +108,7 @@ def _shapes_to_check(compute: Compute, use: KernelUse) -> list[AttentionShape]:
   if isinstance(cfg, CustomConfig) or (length < attention_kernels.SHORT * parts and not compute.forced):
     return []
   shapes = [attention_kernels.attention_shape(cfg, length, parts, heads, branches) for heads in cfg.head_shapes]
-  return [x for x in shapes if not attention_kernels.refused(compute, x.head_dim, x.value_dim, parts)]
+  return [x for x in shapes if not attention_kernels.refused(compute, cfg, x)]
 
 
 def decoded_shapes(compute: Compute, cfg: ModelConfig | CustomConfig) -> list[AttentionShape]:
@@ -120,16 +119,14 @@ def decoded_shapes(compute: Compute, cfg: ModelConfig | CustomConfig) -> list[At
 
 
 def _words(work: AttentionShape) -> str:
-  words = [f'{work.heads} heads of {work.head_dim} on {work.kv_heads}']
-  if work.parts > 1:
-    words.insert(0, f'{work.parts} parts')
-  if work.sinks:
-    words.append('sinks')
-  if work.attention_softcap:
-    words.append('a soft cap')
-  if work.branches:
-    words.append('branches')
-  return ', '.join(words)
+  words = {
+    f'{work.parts} parts': work.parts > 1,
+    f'{work.heads} heads of {work.head_dim} on {work.kv_heads}': True,
+    'sinks': work.sinks,
+    'a soft cap': work.attention_softcap,
+    'branches': work.branches,
+  }
+  return ', '.join(word for word, applies in words.items() if applies)
 
 
 def _key(name: str, dtype: str, work: tuple) -> str:
@@ -176,8 +173,12 @@ def compiler_options() -> dict[str, Any]:
   return {k: v for k, v in options.items() if k not in probe.refused_options(tuple(options.items()))}
 
 
-def _packed_rows(count: int, length: int) -> tuple[jax.Array, jax.Array]:
-  """Returns (segment_ids, positions) of one or two rows of three documents; the first row ends in padding."""
+def _packed_rows(work: AttentionShape, count: int) -> attention_xla.PackedRows:
+  """Returns one or two rows of three documents; the first row ends in padding.
+
+  If the shape has branches, each document has two after a shared prompt, at whose end the positions of both start.
+  """
+  length = work.length
   with_padding = [length // 7, length // 2 + 1, length - length // 9]
   full = [length // 3, length // 2 + length // 8, length]
   ends = jnp.array([with_padding, full])[:count]  # of the documents
@@ -185,31 +186,21 @@ def _packed_rows(count: int, length: int) -> tuple[jax.Array, jax.Array]:
   document = jax.vmap(lambda row: jnp.searchsorted(row, index, side='right'))(ends)  # [rows, T] 0 to 2; 3: padding
   starts = jnp.concatenate([jnp.zeros((count, 1), int), ends], axis=1)
   segment_ids = ((document + 1) % 4).astype(jnp.int32)  # 1, 2, 3; 0: padding
-  return segment_ids, index - jnp.take_along_axis(starts, document, axis=1)
+  positions = index - jnp.take_along_axis(starts, document, axis=1)
+  if not work.branches:
+    return attention_xla.PackedRows(segment_ids, positions)
+  prompt, second = length // 16, length // 8  # ends of the prompt and of the first branch
+  branch_ids = jnp.where(positions < prompt, 0, 1 + (positions >= second)).astype(jnp.int32)
+  positions = jnp.where(positions >= second, positions - second + prompt, positions)
+  return attention_xla.PackedRows(segment_ids, positions, branch_ids)
 
 
 def _sizes(work: AttentionShape) -> tuple[int, int]:
   """Returns the numbers of rows and kv heads that are checked."""
-  kv_heads, rows = min(work.kv_heads, _HEADS), 2
+  kv_heads = min(work.kv_heads, _HEADS)
   size = work.length * work.head_dim * (work.heads // work.kv_heads)  # elements of q per row and kv head
-  if rows * kv_heads * size > _LARGE:
-    rows = 1
-  if rows * kv_heads * size > _LARGE:
-    kv_heads = 1
-  return rows, kv_heads
-
-
-def _branches(work: AttentionShape, positions: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Returns positions, and {'branch_ids': ids} of two branches after a shared prompt if the shape has branches.
-
-  The positions of both branches start at the end of the prompt.
-  """
-  if not work.branches:
-    return positions, {}
-  prompt, second = work.length // 16, work.length // 8  # ends of the prompt and of the first branch
-  branch_ids = jnp.where(positions < prompt, 0, 1 + (positions >= second))
-  positions = jnp.where(positions >= second, positions - second + prompt, positions)
-  return positions, dict(branch_ids=branch_ids.astype(jnp.int32))
+  rows = 2 if 2 * kv_heads * size <= _LARGE else 1
+  return rows, kv_heads if rows * kv_heads * size <= _LARGE else 1
 
 
 def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str, float]:
@@ -233,10 +224,8 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
   if work.sinks:
     inputs += (jax.random.normal(keys[4], (heads,)),)
   g = draw(keys[3], heads, values).astype(jnp.float32)
-  segments, positions = _packed_rows(rows, length)
-  positions, branches = _branches(work, positions)
+  packed = _packed_rows(work, rows)
   float32 = Compute('float32', q_chunk=max(16, min(length, _SCORES // (heads * length))))
-  packed = attention_xla.PackedRows(segments, positions, **branches)
 
   def exact(q, k, v, sinks=None):
     return attention_xla.attend_in_chunks(q, k, v, packed, window, cfg=work, compute=float32, sinks=sinks)

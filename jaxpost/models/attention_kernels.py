@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 SHORT = 256  # for shorter rows, starting a kernel costs more than it saves
 _LANES = 128  # of a TPU's registers; blocks and rows are multiples of it
 _PAD = -1  # segment id of padding that is added to a row
+_APART = 2.0**20  # far above the scores of any model, so that attention weights between branches are 0
 
 
 def _splash_refuses(head_dim, value_dim, dtype) -> str:
@@ -70,15 +71,27 @@ class AttentionShape(NamedTuple):
 # (h, hv, dtype) -> what the kernel does not support, or ''. All support segments, windows, grouped heads, soft caps
 # and sinks.
 REFUSALS = {'splash': _splash_refuses, 'triton': _triton_refuses}
-BRANCHES = ('triton',)  # kernels that support branches of a shared prompt
 PLATFORMS = {'splash': ('tpu',), 'triton': ('gpu', 'cuda')}  # where they run
 
 
-def refused(compute: Compute, head_dim: int, value_dim: int, parts: int) -> str:
-  """Returns what the kernel does not support of such heads, in rows of `parts` parts, or ''."""
-  if parts > 1 and compute.attention in WHOLE_ROW_KERNELS:
+def refused(compute: Compute, cfg: ModelConfig, work: AttentionShape) -> str:
+  """Returns what the kernel does not support of such attention in a model, or ''."""
+  if work.parts > 1 and compute.attention in WHOLE_ROW_KERNELS:
     return 'rows that a context axis splits'
-  return REFUSALS[compute.attention](head_dim, value_dim, compute.dtype)
+  if work.branches and not supports_branches(compute.attention, cfg):
+    return 'branches of a shared prompt in such a model; set share_prompt=False in config.preference or config.train'
+  return REFUSALS[compute.attention](work.head_dim, work.value_dim, compute.dtype)
+
+
+def supports_branches(kernel: str, cfg: ModelConfig | CustomConfig) -> bool:
+  """Returns whether a kernel supports branches of a shared prompt (`types.Batch`) in a model.
+
+  Splash would count windows in places instead of positions, and a soft cap would bound what keeps branches apart. A
+  chunk may begin in the prompt and end in a branch, with other branches between; a kernel would see two documents.
+  """
+  if isinstance(cfg, CustomConfig):
+    return False
+  return not (any(cfg.layer_windows) or cfg.attention_softcap if kernel == 'splash' else cfg.chunked)
 
 
 def kernel_fits(
@@ -89,18 +102,13 @@ def kernel_fits(
   If `compute.attention` was chosen by 'auto', it is not used for short rows, nor for shapes for which the check of
   kernels found wrong results.
   """
-  refusal = refused(compute, q.shape[3], v.shape[3], parts)
-  # A chunk may begin in the prompt and end in a branch, with other branches between; a kernel would see two documents.
-  if branch_ids is not None and (compute.attention not in BRANCHES or cfg.chunked):
-    refusal = 'branches of a shared prompt; set share_prompt=False in config.preference or config.train'
-  if refusal and compute.forced:
-    raise InputError(
-      f'config.model.attention: {compute.attention} does not support {refusal}; with auto, XLA computes such attention'
-    )
-  if refusal or compute.forced:
-    return not refusal
   heads = v.shape[2], q.shape[3], v.shape[3]
   shape = attention_shape(cfg, q.shape[1], parts, heads, branches=branch_ids is not None)
+  refusal = refused(compute, cfg, shape)
+  if refusal and compute.forced:
+    raise InputError(f'config.model.attention: {compute.attention} does not support {refusal}; with auto, XLA attends')
+  if refusal or compute.forced:
+    return not refusal
   return q.shape[1] >= SHORT * parts and shape not in compute.rejected_shapes
 
 
@@ -183,7 +191,7 @@ def splash(
 ) -> jax.Array:
   """Runs the sparse flash attention of `jax.experimental.pallas.ops.tpu`.
 
-  Blocks that the causal mask or the window hides are skipped; those that are hidden by document boundaries are not.
+  Blocks that the causal mask or the window hides are skipped; those that document boundaries or branches hide are not.
 
   Args:
     q: [B, t, H, h], scaled; k: [B, T, K, h]; v: [B, T, K, hv].
@@ -201,7 +209,10 @@ def splash(
   multiple = 512
   if length <= 2048:
     multiple = _LANES if length <= 512 else 2 * _LANES
-  query_segments, q = _padded(multiple, segment_ids.reshape(len(q), length, n)[..., part], q)
+  queries = jax.tree.map(lambda ids: ids.reshape(len(q), length, n)[..., part], rows)
+  if rows.branch_ids is not None:
+    q, k = _kept_apart(q, k, queries.branch_ids, rows.branch_ids)
+  query_segments, q = _padded(multiple, queries.segment_ids, q)
   block = next(b for b in (512, 384, 256, _LANES) if q.shape[1] % b == 0)
   if n > 1:
     # A mask is static, so it has to be the same for all parts: query j is placed at n j + n - 1 instead of n j + part,
@@ -211,8 +222,7 @@ def splash(
   shape = q.shape[1], k.shape[1]
   mask = masks.LocalMask(shape, (window - 1, 0), 0) if window else masks.CausalMask(shape)
   mask.q_sequence = mask.q_sequence * n + n - 1  # this is part of the hash of the mask
-  block_fields = [f.name for f in dataclasses.fields(lib.BlockSizes) if f.name.startswith('block')]
-  sizes: dict[str, Any] = dict.fromkeys(block_fields, block)
+  sizes: dict[str, Any] = {f.name: block for f in dataclasses.fields(lib.BlockSizes) if f.name.startswith('block')}
   kernel = lib.make_splash_mha(
     masks.MultiHeadMask([mask] * q.shape[2]),
     block_sizes=lib.BlockSizes(**sizes),
@@ -227,6 +237,26 @@ def splash(
   with jax.named_scope(f'attention_stripes_{n}_window_{window}'):
     out = jax.vmap(lambda q, k, v, *s: kernel(q, k, v, lib.SegmentIds(*s), sinks))(q, k, v, query_segments, segment_ids)
   return out.swapaxes(1, 2)[:, :length]
+
+
+def _kept_apart(q, k, query_branches, key_branches):
+  """Appends features to q [B, t, H, h] and k [B, T, K, h] that separate branches; branches are [B, t] and [B, T].
+
+  The masks of splash compare one number of a query with one of a key, which cannot say that all branches attend to the
+  shared part. The features are the bits of a branch and their complements: their products add `-_APART` to a score for
+  each bit in which the branches differ, and exactly 0 where they are equal or the key is shared.
+  """
+  size = -(-k.shape[1].bit_length() // 4) * 4  # a row has no more branches than tokens; h stays a multiple of 8
+  of_query, of_key = (branches[..., None] >> jnp.arange(size) & 1 for branches in (query_branches, key_branches))
+  penalty = jnp.where(key_branches > 0, -_APART, 0)[..., None]
+
+  def extended(x, features):
+    # XLA computes this sum in one pass; it would write the features of all heads before it concatenates them.
+    features = jnp.pad(features.astype(x.dtype), ((0, 0), (0, 0), (x.shape[3], 0)))
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, 2 * size))) + features[:, :, None]
+
+  q = extended(q, jnp.concatenate([of_query, 1 - of_query], axis=-1))
+  return q, extended(k, penalty * jnp.concatenate([1 - of_key, of_key], axis=-1))
 
 
 def _shifted(x, part, n: int, fill):
@@ -246,11 +276,8 @@ def triton(
 
   length = q.shape[1]
   segment_ids, q, k, v = _padded(_LANES, rows.segment_ids, q, k, v)
-
-  def pad(x):
-    return x if x is None else jnp.pad(x, ((0, 0), (0, q.shape[1] - length)))
-
-  rows = PackedRows(segment_ids, pad(rows.positions), pad(rows.branch_ids))
+  padding = (0, 0), (0, q.shape[1] - length)
+  rows = PackedRows(segment_ids, *(x if x is None else jnp.pad(x, padding) for x in rows[1:]))
   return attention_triton.attend(q, k, v, rows, sinks, window=window, cfg=cfg)[:, :length]
 
 

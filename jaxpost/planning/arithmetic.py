@@ -20,7 +20,7 @@ from jaxpost.losses import head_chunk
 from jaxpost.matmul import WHOLE_ROW_KERNELS, compute_for
 from jaxpost.models import model as model_lib
 from jaxpost.models import transformer
-from jaxpost.models.attention_kernels import BRANCHES
+from jaxpost.models.attention_kernels import supports_branches
 from jaxpost.planning import held, meshes, sampling_arithmetic, traffic_bound
 from jaxpost.planning.case import FLOAT, Case
 from jaxpost.stage import batch_shape, checks, critic_weights
@@ -86,13 +86,12 @@ def estimate(
   train_layout = meshes.layout(train)
   platform = 'gpu' if topology.gpu else 'tpu'
   section = inputs.config.model
-  chip = chips.of_kind(topology.chip.kind)
-  chip_memory, triton = chip.memory if chip else 0.0, not topology.before_ampere
+  chip_memory, triton = getattr(chips.of_kind(topology.chip.kind), 'memory', 0.0), not topology.before_ampere
   compute = compute_for(platform, section.dtype, section.remat, section.attention, chip_memory, triton=triton)
   if compute.remat not in _RECOMPUTED:
     raise InputError(f'config.model.remat: memory is estimated for {" and ".join(_RECOMPUTED)} only')
   splits_rows = train_layout.mesh.shape['context'] > 1 and compute.attention in WHOLE_ROW_KERNELS
-  if splits_rows or branches and compute.attention not in BRANCHES:
+  if splits_rows or branches and not supports_branches(compute.attention, inputs.model.config):
     compute = dataclasses.replace(compute, attention='chunked')
   on_policy = inputs.algorithm.on_policy
   shape = batch_shape.batch_shape(inputs.config, on_policy, train_layout.batch_shards, tokens=compute.micro_tokens)

@@ -73,7 +73,7 @@ class Case:
   def context(self) -> float:
     """Mean number of tokens that a token of a row attends to."""
     config = self.inputs.config
-    skips_branches = config.train.share_prompt and self.compute.attention != 'chunked'
+    skips_branches = config.train.share_prompt and self.compute.attention == 'triton'
     longest = config.rollout.max_prompt_length + config.rollout.max_new_tokens
     return (longest if skips_branches else self.shape.row_length) / 2
 

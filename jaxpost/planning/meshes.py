@@ -90,9 +90,8 @@ def every(inputs: Inputs, topology: machines.Topology, devices: int) -> Iterator
   experts = [e for e in range(1, cfg.experts.num + 1) if cfg.experts.num % e == 0] if cfg.experts else [1]
   length = batch_shape.row_length(inputs.config, inputs.algorithm.on_policy)
   # Recurrent states are not passed on between the parts of a row.
-  splits_rows = not (isinstance(cfg, CustomConfig) or cfg.state_shapes)
-  splits_rows = splits_rows and inputs.config.model.attention not in WHOLE_ROW_KERNELS
-  contexts = [1, *(c for c in _CONTEXT if splits_rows and length >= _LONG and length % c == 0)]
+  whole = isinstance(cfg, CustomConfig) or cfg.state_shapes or inputs.config.model.attention in WHOLE_ROW_KERNELS
+  contexts = [1, *(c for c in _CONTEXT if not whole and length >= _LONG and length % c == 0)]
   for t, e, c in itertools.product(tensors(inputs, devices), experts, contexts):
     shards, remainder = divmod(devices, t * e * c)
     if remainder or not shards:

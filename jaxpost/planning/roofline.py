@@ -102,6 +102,7 @@ def programs(compiled: aot.Compiled, topology: machines.Topology) -> list[dict]:
   step = step_of(placed)
   out = []
   for row in compiled.rows:
+    hosts, handed = dict(host_of(topology, row['mesh'])), _handed_over(placed, row, topology)
     out.append(
       dict(
         program=row['program'],
@@ -111,13 +112,7 @@ def programs(compiled: aot.Compiled, topology: machines.Topology) -> list[dict]:
         calls=_calls(row, compiled.rows, step),
         compile_s=row['compile_s'],
         **memory(row, topology.memory),
-        **work(
-          row,
-          row['mesh'],
-          topology,
-          hosts=dict(host_of(topology, row['mesh'])),
-          handed=_handed_over(placed, row, topology),
-        ),
+        **work(row, row['mesh'], topology, hosts, handed),
       )
     )
   return out
@@ -172,16 +167,9 @@ def memory(row: dict, limit: float) -> dict:
     row: of `aot.Compiled`.
     limit: usable bytes of a device; 0 if unknown.
   """
-  arguments = row['arguments']
-  out = dict(
-    parameters=arguments.get('parameters', 0),
-    optimizer=arguments.get('optimizer', 0),
-    kv_cache=arguments.get('kv_cache', 0),
-    batch=arguments.get('batch', 0),
-    other=arguments.get('other', 0),
-    outputs=row['output_bytes'] - row['alias_bytes'],
-    temporaries=row['temp_bytes'],
-  )
+  purposes = 'parameters', 'optimizer', 'kv_cache', 'batch', 'other'
+  out = {purpose: row['arguments'].get(purpose, 0) for purpose in purposes}
+  out |= dict(outputs=row['output_bytes'] - row['alias_bytes'], temporaries=row['temp_bytes'])
   needed = row['argument_bytes'] + out['outputs'] + row['temp_bytes']
   out['elsewhere'] = max(0, row['in_use_bytes'] - needed)
   out['total'] = needed + out['elsewhere']

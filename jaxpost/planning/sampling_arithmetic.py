@@ -18,12 +18,12 @@ if TYPE_CHECKING:
   from jaxpost.stage.records import Inputs
 
 
-def slots(inputs: Inputs) -> tuple[int, int]:
-  """Returns (sequences sampled at a time, number of such waves), for training or else for evaluation."""
+def slots(inputs: Inputs, shards: int = 1) -> tuple[int, int]:
+  """Returns (sequences that each of `shards` samples at a time, number of such waves), of training or of evaluation."""
   rollout, held_out = inputs.config.rollout, inputs.config.eval
   total = rollout.prompts * rollout.group_size if inputs.algorithm.on_policy else held_out.size * held_out.samples
   num_slots = batch_shape.slots(rollout, total)
-  return num_slots, math.ceil(total / num_slots)
+  return math.ceil(num_slots / shards), math.ceil(total / num_slots)
 
 
 def prefilled(inputs: Inputs) -> int:
@@ -85,8 +85,7 @@ def memory(case: Case) -> dict[str, float]:
   cfg = case.cfg
   rollout = case.inputs.config.rollout
   tensor = case.rollout.mesh.shape['tensor']
-  at_a_time = slots(case.inputs)[0]
-  slots_per_device = math.ceil(at_a_time / case.rollout.batch_shards)
+  slots_per_device, _ = slots(case.inputs, case.rollout.batch_shards)
   # A decoding block may run past the last token that counts.
   length = rollout.max_prompt_length + rollout.max_new_tokens + (rollout.block or case.compute.decode_block)
   logits = 2 * slots_per_device * cfg.padded_vocab_size / tensor * FLOAT
@@ -111,8 +110,7 @@ def seconds(case: Case) -> float:
   cfg = case.cfg
   rollout = case.inputs.config.rollout
   tensor = case.rollout.mesh.shape['tensor']
-  at_a_time, waves = slots(case.inputs)
-  slots_per_device = math.ceil(at_a_time / case.rollout.batch_shards)
+  slots_per_device, waves = slots(case.inputs, case.rollout.batch_shards)
   weights = weight_bytes(case)
   context = rollout.max_prompt_length + rollout.max_new_tokens / 2
   flops = slots_per_device * transformer.flops_per_token(cfg, context) / tensor

@@ -8,7 +8,6 @@ from jaxpost.distributed.mesh import row_shards
 from jaxpost.hardware import kernel_check
 from jaxpost.hardware.kernel_check import KernelUse
 from jaxpost.models import attention_kernels
-from jaxpost.models.attention_kernels import BRANCHES
 from jaxpost.rollout import buckets
 from jaxpost.stage import checks
 from jaxpost.stage.batch_shape import row_length
@@ -35,7 +34,7 @@ def verified(
     if not dry:
       length = row_length(inputs.config, inputs.algorithm.on_policy)
       decoding = [inputs.model.config] if checks.samples(inputs.config, inputs.algorithm) else []
-      compute = kernel_check.verify(compute, attention_uses(prepared, layouts, length, compute.attention), decoding)
+      compute = kernel_check.verify(compute, attention_uses(prepared, layouts, length), decoding)
   if compute.grouped_kernel and not dry:
     from jaxpost.hardware import grouped_check
 
@@ -45,10 +44,8 @@ def verified(
   return compute
 
 
-def attention_uses(
-  prepared: PreparedStage, layouts: dict[str, Layout], length: int, kernel: str = ''
-) -> list[KernelUse]:
-  """Lists the rows that attention processes: packed rows, if the kernel supports their branches, and prefilled ones."""
+def attention_uses(prepared: PreparedStage, layouts: dict[str, Layout], length: int) -> list[KernelUse]:
+  """Lists the rows that attention processes: packed rows and prefilled ones."""
   inputs = prepared.inputs
   config, on_policy = inputs.config, inputs.algorithm.on_policy
   uses = []
@@ -56,8 +53,6 @@ def attention_uses(
   branched = has_branches(inputs, prepared.data)
   # The pairs of online DPO have branches, but the rows that a reward model scores there have none.
   for branches in {branched, branched and inputs.algorithm.pack is None}:
-    if branches and kernel not in BRANCHES:
-      continue
     for name, x in (inputs.sources | trained).items():
       layout = layouts['train' if name in trained else 'score']
       uses.append(KernelUse(x.config, length, row_shards(layout), branches))

@@ -81,12 +81,14 @@ class PlacedStage(PreparedStage):
       out[field] = f'{functools.reduce(getattr, field.split("."), config)} ({reason})'
     if compute.rejected_shapes:
       out['model.attention'] += f', by XLA for {len(compute.rejected_shapes)} shapes that it gets wrong'
-    if compute.attention == 'splash' and has_branches(self.inputs, self.data):
-      out['model.attention'] += ', by XLA for rows with a shared prompt'
-    if compute.attention == 'triton' and checks.samples(config, self.algorithm):
-      from jaxpost.models import attention_kernels
+    if compute.uses_kernel:
+      from jaxpost.models import attention_kernels as kernels
 
-      if not attention_kernels.compute_of_decoding(compute, self.model.config, config.rollout).decode_kernel:
+      cfg = self.model.config
+      if has_branches(self.inputs, self.data) and not kernels.supports_branches(compute.attention, cfg):
+        out['model.attention'] += ', by XLA for rows with a shared prompt'
+      decodes = kernels.compute_of_decoding(compute, cfg, config.rollout).decode_kernel
+      if compute.attention == 'triton' and checks.samples(config, self.algorithm) and not decodes:
         out['model.attention'] += ', decoding by XLA'
     if self.model.config.experts:
       out['experts'] = f'{"kernel" if compute.grouped_kernel else "XLA"} ({compute.platform})'
