@@ -177,7 +177,6 @@ def enter(
   hidden: [S, D] and positions: [S], at the end of each prompt.
   """
   pick = functools.partial(cache_storage.where, entry.source >= 0)
-
   keys = sampling_lib.slot_keys(run_key, step, entry.prompts, entry.samples, entry.sampling.seed)
   return state.replace(
     hidden=pick(hidden, state.hidden),
@@ -355,7 +354,7 @@ def draw(
   if model.config.vocab_size < head.shape[0]:  # padding of the vocabulary is masked
     logits = jnp.where(jnp.arange(head.shape[0]) < model.config.vocab_size, logits, MASKED_LOGIT)
   logits = layout(layout(logits, 'batch', 'vocab'), 'slots', None)
-  options = dict(unroll=compute.platform == 'gpu', vocab_tile=256 if compute.platform == 'cpu' else 128)
+  options = dict(unroll=compute.platform == 'gpu', vocab_tile=sampling_lib.TILES[compute.platform])
   drawn = sampling_lib.draw(logits, state.sampling, uniform, state.counts, **report, **options)
   return jax.tree.map(lambda x: layout(x, 'batch', *[None] * (x.ndim - 1)), drawn)
 

@@ -12,6 +12,7 @@ from flax import struct
 
 from jaxpost.types import MASKED_LOGIT, Array
 
+TILES = {'cpu': (1, 256), 'gpu': (1, 128), 'tpu': (8, 128)}  # `vocab_tile` of `draw` for each platform
 _GREEDY = 1e-4  # a lower temperature counts as 0, because logits / T could overflow
 
 
@@ -81,7 +82,7 @@ def draw(
   top: int = 0,
   allowed: int = 0,
   unroll: bool = False,
-  vocab_tile: int = 256,
+  vocab_tile: tuple[int, int] = (1, 256),
 ) -> Drawn:
   """Samples from softmax(logits / T), without the tokens that `sampling` excludes.
 
@@ -94,7 +95,8 @@ def draw(
     allowed: the largest `top_k` of slots that report the tokens which could be drawn; 0: they are not reported.
     unroll: unroll the search for a truncation. A CUDA graph can contain a branch, but no loop in it: with a loop, the
       host would wait for the branch's predicate at each token.
-    vocab_tile: number of tokens whose weights are summed at a time; 128 on TPU, its lane count, avoids a relayout copy.
+    vocab_tile: numbers of slots and of tokens that are next to each other in memory, of which the weights of the tokens
+      are summed at a time: (8, 128) on TPUs, where any other view of the logits is a copy.
   """
   greedy = sampling.temperature < _GREEDY
   # Logits are scaled where they are used: an array of scaled logits would be written and read again for each token.
@@ -104,7 +106,6 @@ def draw(
   forbidden = jnp.concatenate([sampling.forbidden_ids, jnp.where(early[:, None], sampling.stop_ids, -1)], axis=1)
   options = dict(forbidden=forbidden, allowed=allowed, unroll=unroll, tile=vocab_tile)
   tokens, kept_total, total, highest_kept, ids = _choose(logits, scale, highest, sampling, uniform, **options)
-  tokens = tokens.astype(jnp.int32)
   token_logits = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] * scale
   most_probable = ()
   if top:
@@ -122,7 +123,7 @@ def draw(
 
 
 @jax.named_scope('choose')  # `jaxpost.planning` finds the branches by this name
-def _choose(logits, scale, highest, sampling: Sampling, uniform, *, forbidden, allowed: int, unroll: bool, tile: int):
+def _choose(logits, scale, highest, sampling: Sampling, uniform, *, forbidden, allowed: int, unroll: bool, tile: tuple):
   """Draws a token of each slot from those that are not excluded: the kept ones.
 
   Returns (tokens, sum of the kept weights, sum of all weights, largest kept logit, `Drawn.allowed`), each [S, ...].
@@ -213,23 +214,28 @@ def _cut(weights, values, target, applies, unroll):
   return jnp.where(weights > threshold, weights, 0)
 
 
-def _invert(values, weigh, padding: float, uniform, tile: int):
+def _invert(values, weigh, padding: float, uniform, tile: tuple[int, int]):
   """Returns the index whose cumulative weight passes uniform * total, [S], and the total, [S].
 
   The weights are weigh(values [S, V]), which is computed again for the tile that is drawn from; weigh(padding) is 0.
   """
-  values = jnp.pad(values, ((0, 0), (0, -values.shape[1] % tile)), constant_values=padding)
-  sums = jnp.sum(weigh(values).reshape(len(values), -1, tile), axis=-1)
+  slots, size = len(values), tile[1]
+  values = jnp.pad(values, ((0, 0), (0, -values.shape[1] % size)), constant_values=padding)
+  rows = tile[0] if slots % tile[0] == 0 else 1
+
+  def in_tiles(x):  # [S / rows, V / size, rows, size]
+    return x.reshape(slots // rows, rows, -1, size).swapaxes(1, 2)
+
+  sums = jnp.sum(in_tiles(weigh(values)), axis=-1).swapaxes(1, 2).reshape(slots, -1)
   ends = jnp.cumsum(sums, axis=-1)
   total = ends[:, -1]
   target = uniform * total
   # First level: the tile in which the cumulative weight passes the target; second level: the token in this tile.
-  index = jnp.sum(ends <= target[:, None], axis=-1)
-  index = jnp.minimum(index, ends.shape[-1] - 1)
-  weights = weigh(jax.vmap(lambda x, i: jax.lax.dynamic_slice(x, (i,), (tile,)))(values, index * tile))
+  index = jnp.minimum(jnp.sum(ends <= target[:, None], axis=-1), ends.shape[-1] - 1)
+  weights = weigh(jnp.take_along_axis(in_tiles(values), index.reshape(-1, 1, rows, 1), axis=1).reshape(slots, size))
   start = jnp.where(index > 0, jnp.take_along_axis(ends, jnp.maximum(index - 1, 0)[:, None], axis=-1)[:, 0], 0)
   cumulative = start[:, None] + jnp.cumsum(weights, axis=-1)
   offset = jnp.sum(cumulative <= target[:, None], axis=-1)
   # Rounding may lead past the last weight of the tile, or to one that is 0.
-  last = tile - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)
-  return index * tile + jnp.minimum(offset, last), total
+  last = size - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)
+  return index * size + jnp.minimum(offset, last), total
