@@ -22,7 +22,6 @@ import dataclasses, importlib, json, sys
 from jaxpost.planning import machines
 
 recipe, model, device, settings = sys.argv[1], sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
-leave_out = sys.argv[5:]
 machine = machines.parse(device)
 machines.set_environment(machine)
 
@@ -55,14 +54,14 @@ needs = defaults.room(p, machine).needs(p, chosen)
 def compiled(layers, names):
   """Returns {program: the most bytes of a device}."""
   out = {}
-  only = tuple(name for name in stage.PROGRAMS if name in names and name not in leave_out)
+  only = tuple(name for name in stage.PROGRAMS if name in names)
   for row in stage.plan(search.vary(of_layers(layers), chosen), stage.Options(machine, only))['programs']:
     out[row['program']] = max(out.get(row['program'], 0), row['bytes_per_chip']['total'])
   return out
 
 
 found = compiled(whole.num_layers, set(stage.PROGRAMS) - set(memory.SAMPLING))
-if needs.sampling and not set(memory.SAMPLING) <= set(leave_out):
+if needs.sampling:
   few, more = compiled(2, memory.SAMPLING), compiled(4, memory.SAMPLING)
   found |= {name: few[name] + (more[name] - few[name]) * (whole.num_layers - 2) / 2 for name in more}
 print(json.dumps(dict(
@@ -71,10 +70,10 @@ print(json.dumps(dict(
 '''
 
 
-def counted(recipe, model, device, settings, leave_out):
+def counted(recipe, model, device, settings):
   """Returns what COUNT prints: {'chosen', 'memory', 'updating', 'sampling', 'compiled': {program: bytes}}."""
   done = subprocess.run(
-    [sys.executable, '-c', COUNT, recipe, model, device, json.dumps(settings), *leave_out],
+    [sys.executable, '-c', COUNT, recipe, model, device, json.dumps(settings)],
     capture_output=True,
     text=True,
     timeout=3000,
@@ -90,14 +89,13 @@ def needs(package, extra):
   )
 
 
-def check(recipe, model, device, settings=None, leave_out=()):
+def check(recipe, model, device, settings=None):
   """Asserts that all programs fit, and that arithmetic is within 15 % of XLA's count of updates and of sampling.
 
   Args:
     settings: {'section.field': value} of the config.
-    leave_out: names of programs that are not compiled.
   """
-  found = counted(recipe, model, device, settings or {}, leave_out)
+  found = counted(recipe, model, device, settings or {})
   assert max(found['compiled'].values()) <= found['memory'], found
   assert 0.85 < found['updating'] / found['compiled']['update'] < 1.15, found
   if sampling := [size for name, size in found['compiled'].items() if name in memory.SAMPLING]:
@@ -127,5 +125,5 @@ def test_defaults_of_grpo_with_512_completions_of_1024_tokens_fit_for_gpus():
 @pytest.mark.nightly
 @pytest.mark.parametrize('device', ['v5e-8', 'v6e-8', 'v5p-8'])
 @pytest.mark.parametrize('recipe', ['sft_gsm8k', 'dpo_hh', 'grpo_gsm8k'])
-def test_updates_of_recipes_fit_for_tpus(recipe, device):
-  check(recipe, 'qwen3_0_6b', device, leave_out=memory.SAMPLING)
+def test_defaults_of_recipes_fit_for_tpus(recipe, device):
+  check(recipe, 'qwen3_0_6b', device)
