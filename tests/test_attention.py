@@ -640,8 +640,8 @@ def test_kernel_that_mixes_branches_falls_back_to_xla_for_them(monkeypatch, veri
 
   assert not verify_splash(CORRECT_SPLASH, 256, branches=True).rejected_shapes
   windowed = dataclasses.replace(MODEL, layer_windows=(40,))
-  assert not verify_splash(kernel, 512, cfg=windowed, branches=True).rejected_shapes
-  assert [w.branches for w in verify_splash(kernel, 512, branches=True).rejected_shapes] == [True]
+  assert not verify_splash(kernel, 384, cfg=windowed, branches=True).rejected_shapes
+  assert [w.branches for w in verify_splash(kernel, 384, branches=True).rejected_shapes] == [True]
 
 
 def test_a_shape_is_checked_once(monkeypatch, verify_splash, tmp_path):
