@@ -1,6 +1,7 @@
 """Tests of distillation from teachers with other tokenizers (`distill.align=text`): spans, loss, runs, refusals."""
 
 import json
+import logging
 import types
 
 import jax
@@ -21,6 +22,7 @@ from jaxpost.data.examples import Example
 from jaxpost.errors import InputError
 from jaxpost.losses import divergences
 from jaxpost.stage import prepare, weight_sources
+from jaxpost.tools import preview_stage
 from jaxpost.types import Batch, Outputs
 
 LETTERS = bytes_to_unicode()
@@ -299,6 +301,25 @@ def test_tokenizer_of_initial_weights_is_not_replaced_by_bytes(tmp_path):
   with pytest.raises(InputError, match='config.model.tokenizer: is empty, and .* has a tokenizer of its own'):
     prepare.prepare_all(config)
   prepare.prepare_all(tiny.merged(config, dict(model=dict(tokenizer=path))))[0].close()
+
+
+@pytest.mark.parametrize('field', ['init_from', 'model.path'])
+def test_tokenizer_that_the_initial_weights_were_not_trained_with_is_warned_of(tmp_path, caplog, field):
+  """Weights read a left-over `model.tokenizer` as wrong tokens, with losses above that of a uniform guess."""
+  path = tiny.folder(tmp_path / 'model', vocab_size=300)
+  save_tokenizer(tmp_path / 'model')
+  weights = dict(model=dict(path='', preset='tiny'), init_from=path)
+  if field == 'model.path':
+    weights = dict(model=dict(path=path))
+  config = tiny.merged(tiny.run_config(''), tiny.merged(weights, dict(model=dict(tokenizer=path))))
+  with caplog.at_level(logging.WARNING):
+    (stage,) = prepare.prepare_all(config)
+    stage.close()
+    assert f'model: {path}, ' in preview_stage.show_stage(stage, 0)[1]  # as `launch.inspect` shows it
+    assert 'config.model.tokenizer' not in caplog.text
+    prepare.prepare_all(tiny.merged(config, dict(model=dict(tokenizer='bytes'))))[0].close()
+  (line,) = [r.getMessage() for r in caplog.records if 'config.model.tokenizer' in r.getMessage()]
+  assert line.startswith(f'config.model.tokenizer: bytes encodes text differently than {path}, the tokenizer of')
 
 
 def test_teacher_template_gets_the_variables_of_the_run(tmp_path):

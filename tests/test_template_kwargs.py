@@ -173,8 +173,9 @@ def test_run_or_adapter_as_model_path_brings_its_tokenizer(tmp_path, monkeypatch
   ):
     assert weight_sources.saved_tokenizer_path(schema.ModelSection(**section)) == path
   of_run = records.Source(config_, checkpoints=tmp_path / 'run' / 'checkpoints' / 'sft')
-  other = types.SimpleNamespace(encode=lambda text: [1])
-  monkeypatch.setattr('jaxpost.stage.weight_sources.tokenizer_of', lambda source, earlier: other)
+  monkeypatch.setattr('jaxpost.stage.weight_sources.own_tokenizer_path', lambda source: 'other')
+  loaded = {'bytes': tokenizer_lib.load('bytes'), 'other': types.SimpleNamespace(encode=lambda text: [1])}
+  monkeypatch.setattr(tokenizer_lib, 'load', lambda path, *options: loaded[path])
   (config,) = config_lib.parse(tiny.run_config('run')).values()
   with pytest.raises(InputError, match='config.model.tokenizer: is empty, and run has a tokenizer of its own'):
     prepare.load_tokenizer(dataclasses.replace(config, model=schema.ModelSection(path='run')), of_run, of_run)

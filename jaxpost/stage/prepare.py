@@ -279,15 +279,10 @@ def load_tokenizer(config: Config, source: Source, policy: Source) -> Tokenizer:
   section = config.model
   path = source.tokenizer_path(section)
   tokenizer = tokenizer_lib.load(path or 'bytes', config.data.chat_template, config.data.template_kwargs)
-  if not path and not policy.stage and (config.init_from or source.checkpoints):
+  if policy.folder or policy.checkpoints:
     from jaxpost.stage import weight_sources
 
-    policy_tokenizer = weight_sources.tokenizer_of(policy, {})
-    probe = 'Zwölf: 12 + 345'  # almost any two tokenizers encode it differently
-    refuse(
-      policy_tokenizer is not None and policy_tokenizer.encode(probe) != tokenizer.encode(probe),
-      f'config.model.tokenizer: is empty, and {config.init_from or section.path} has a tokenizer of its own; name it',
-    )
+    weight_sources.check_tokenizer(config, policy, tokenizer, path)
   if tokenizer.vocab_size > policy.config.padded_vocab_size:
     raise InputError(
       f'tokenizer {tokenizer.source}: {tokenizer.vocab_size} tokens are more than the '

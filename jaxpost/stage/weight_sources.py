@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from etils import epath
 
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.distributed import coordination
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, refuse
 from jaxpost.models import model as model_lib
 from jaxpost.models import saved_config
 from jaxpost.stage import config as config_lib
@@ -25,10 +26,12 @@ from jaxpost.storage.checkpoint import Checkpointer
 
 if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
+  from jaxpost.stage.config import Config
   from jaxpost.stage.schema import ModelSection
 
 _STAGE = 'stage:'
 _BLOCK = 1 << 16  # bytes of one sample of a file
+_PROBE = 'Zwölf: 12 + 345'  # almost any two tokenizers encode it differently
 
 
 def find(text: str, key: str, earlier: Mapping[str, Source], text_only: bool = False) -> Source:
@@ -174,13 +177,42 @@ def tokenizer_of(source: Source, earlier: Mapping[str, Tokenizer]) -> Tokenizer 
   """
   if source.stage:
     return earlier[source.stage]
+  path = own_tokenizer_path(source)
+  return tokenizer_lib.load(path) if path else None
+
+
+def own_tokenizer_path(source: Source) -> str:
+  """Returns where the tokenizer of the weights of a folder or another run is; '' if it is not recorded."""
   if source.checkpoints is not None:
     run, stage = source.checkpoints.parent.parent, source.checkpoints.name
-    section = config_lib.parse_saved(run / 'config.json')[stage].model
-    return tokenizer_lib.load(saved_tokenizer_path(section))
-  if source.folder and (source.folder / 'tokenizer.json').exists():
-    return tokenizer_lib.load(str(source.folder))
-  return None
+    return saved_tokenizer_path(config_lib.parse_saved(run / 'config.json')[stage].model)
+  return str(source.folder) if source.folder and (source.folder / 'tokenizer.json').exists() else ''
+
+
+def check_tokenizer(config: Config, policy: Source, tokenizer: Tokenizer, path: str) -> None:
+  """Warns if the policy's weights were trained with another tokenizer, which may be meant: a new vocabulary.
+
+  Args:
+    path: where `tokenizer` was read from; '' if the config names none, which is an InputError if the weights have one.
+  """
+  own_path = own_tokenizer_path(policy)
+  if own_path in ('', path or 'bytes'):
+    return
+  try:
+    own = tokenizer_lib.load(own_path)
+  except InputError:  # it is gone since those weights were trained
+    return
+  if own.encode(_PROBE) == tokenizer.encode(_PROBE):
+    return
+  weights = config.init_from or config.lora.path or config.model.path
+  refuse(not path, f'config.model.tokenizer: is empty, and {weights} has a tokenizer of its own; name it')
+  logging.warning(
+    'config.model.tokenizer: %s encodes text differently than %s, the tokenizer of the weights %s, which will read '
+    'wrong tokens until they have learned new ones; name their own, unless the vocabulary is to be replaced',
+    path,
+    own_path,
+    weights,
+  )
 
 
 def identity(source: Source, workdir: epath.PathLike | None, seed: int, here: bool = True) -> list:

@@ -32,6 +32,7 @@ def show_stage(stage: PreparedStage, rows: int) -> list:
   assert data_rows is not None
   per_epoch = epochs.steps_of(inputs, data)
   parameters = transformer.num_params(inputs.model.config)
+  earlier = f'stage:{policy.stage}' if (policy := inputs.sources['policy']).stage else ''
   passes = f'{short_number(config.train.steps / per_epoch)} epochs'
   passes += f' of {short_number(per_epoch)} steps' if per_epoch >= 1 else ''
   data_line = f'data: {len(data_rows)} row{"s" if len(data_rows) > 1 else ""} of {config.data.path}'
@@ -39,7 +40,7 @@ def show_stage(stage: PreparedStage, rows: int) -> list:
     data_line += f', {data_rows.dropped} more dropped by config.data.map'
   out = [
     rich_text.Text(f'{stage.name}: {config.algorithm}, {config.train.steps} steps, {passes}', 'bold'),
-    f'model: {config.model.path or config.model.preset}, {parameters:,} '
+    f'model: {config.init_from or earlier or config.model.path or config.model.preset}, {parameters:,} '
     f'parameters, {tokenizer.vocab_size} tokens of {tokenizer.source}',
     data_line,
   ]
