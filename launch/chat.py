@@ -48,6 +48,8 @@ def main(argv):
     models[beside if beside not in models else f'{beside} (beside)'] = other
   chat.check_templates(models)
   draws = completions.Draws(**_SAMPLING.arguments())
+  if not _SAMPLING.max_new_tokens.present:
+    draws = chat.with_room(draws, models)
   inference.to_stderr(chat.opening(_WEIGHTS.name, weights.step if _WEIGHTS.run.value else None, draws))
   first = [f'/system {_SYSTEM.value}'] if _SYSTEM.value else []
   chat.chat_loop(models, draws, _MESH.value, first, sys.stdin, out=sys.stdout)

@@ -62,6 +62,8 @@ def main(argv):
   draws = completions.Draws(**_SAMPLING.arguments(), top_k=_TOP_K.value, top_logprobs=_TOP_LOGPROBS.value)
   if talks:
     models = {_WEIGHTS.name: completions.only(each, '--chat')}
+    if not _SAMPLING.max_new_tokens.present:
+      draws = chat.with_room(draws, models)
     return chat.chat_loop(models, draws, _MESH.value, [], sys.stdin, out=sys.stdout)
   weights = next(iter(each.values()))
   prompts = completions.make_prompts(weights, _PROMPT.value, _FILE.value, _CHAT.value, tell=inference.to_stderr)

@@ -266,8 +266,22 @@ def test_chat_refuses_prompts_beyond_the_positions_of_the_model(weights, monkeyp
     out = io.StringIO()
     speaker = chat._speaker('', short, completions.Draws(max_new_tokens=draws), 'data=-1')
     assert speaker.engine == speaker.room == room
-    chat._reply(speaker, 'a' * 60, 0, completions.Draws(), out)
+    chat._reply(speaker, 'a' * 60, 0, completions.Draws(max_new_tokens=draws), out)
     assert f'tokens are more than the {room} of a chat' in out.getvalue() and not speaker.messages
+    assert f'--max_new_tokens={draws} of the 60 positions of the model' in out.getvalue()
+  both = {'short': short, 'long': weights}  # the shorter one decides
+  assert chat.with_room(completions.Draws(max_new_tokens=512), both).max_new_tokens == 30
+  assert chat.with_room(completions.Draws(max_new_tokens=20), both).max_new_tokens == 20
+
+
+def test_chat_with_a_model_of_few_positions_answers_by_default(folder, tmp_path):
+  """The default of --max_new_tokens left no position to a message."""
+  shutil.copytree(folder, tmp_path / 'short')
+  config = json.loads((tmp_path / 'short/config.json').read_text())
+  (tmp_path / 'short/config.json').write_text(json.dumps(config | dict(max_position_embeddings=128)))
+  command = [sys.executable, '-m', 'launch.chat', f'--model={tmp_path}/short']
+  done = subprocess.run(command, cwd=CLONE, input='hello\n', text=True, capture_output=True)
+  assert done.returncode == 0 and 'tokens are more' not in done.stdout, done.stdout + done.stderr
 
 
 def test_chat_refuses_lines_that_are_not_utf8_and_goes_on(weights, monkeypatch):

@@ -35,6 +35,7 @@ class Speaker:
 
   name: shown before its answers; '' if it is the only one.
   room: largest number of tokens of a chat before an answer.
+  positions: of the model, which the chat and an answer share.
   """
 
   name: str
@@ -42,6 +43,7 @@ class Speaker:
   room: int
   tokenizer: Tokenizer
   messages: list[dict]
+  positions: int = _CONTEXT
 
 
 def check_templates(models: Mapping[str, Weights]) -> None:
@@ -90,13 +92,20 @@ def chat_loop(
       speaker.messages = messages
 
 
+def with_room(draws: Draws, models: Mapping[str, Weights]) -> Draws:
+  """Returns `draws` with answers of at most half of the positions that each model has; the rest is for messages."""
+  positions = min(model_limits.longest(weights.inputs.model.config) for weights in models.values())
+  return dataclasses.replace(draws, max_new_tokens=min(draws.max_new_tokens, max(1, positions // 2)))
+
+
 def _speaker(name: str, weights: Weights, draws: Draws, mesh: str) -> Speaker:
   positions = model_limits.longest(weights.inputs.model.config)
   room = min(_CONTEXT, max(1, positions - draws.max_new_tokens))
   engine = make_engine(
     weights, slots=1, max_prompt=room, max_new_tokens=draws.max_new_tokens, mesh=mesh, top_logprobs=draws.top_logprobs
   )
-  return Speaker(name, engine, room, weights.inputs.tokenizer, begin(weights.inputs.config.data.system_prompt))
+  messages = begin(weights.inputs.config.data.system_prompt)
+  return Speaker(name, engine, room, weights.inputs.tokenizer, messages, positions)
 
 
 def _reply(speaker: Speaker, text: str, turn: int, draws: Draws, out: TextIO) -> None:
@@ -106,7 +115,11 @@ def _reply(speaker: Speaker, text: str, turn: int, draws: Draws, out: TextIO) ->
   ids = prompts_lib.encode_prompt(speaker.tokenizer, messages, {}, '--chat')
   if len(ids) > speaker.room:
     messages.pop()
-    out.write(f'{prefix}{len(ids)} tokens are more than the {speaker.room} of a chat; /reset begins a new one\n')
+    out.write(
+      f'{prefix}{len(ids)} tokens are more than the {speaker.room} of a chat, as an answer may take '
+      f'--max_new_tokens={draws.max_new_tokens} of the {speaker.positions} positions of the model; /reset begins a new '
+      'one\n'
+    )
     return
   answer = _answer(speaker.engine, speaker.tokenizer, Prompt(turn, ids, messages, {}), draws, prefix=prefix, out=out)
   messages.append({'role': 'assistant', 'content': answer})
