@@ -43,8 +43,8 @@ def main(argv):
   if _BESIDE_RUN.value and _BESIDE_MODEL.value:
     raise InputError('--beside_run, --beside_model: two models are shown side by side; give one of these flags')
   if beside:
-    kwargs = _WEIGHTS.template_kwargs.value
-    other = inference.load(run=_BESIDE_RUN.value, model=_BESIDE_MODEL.value, template_kwargs=kwargs)
+    template = {name: _WEIGHTS.arguments()[name] for name in ('template_kwargs', 'chat_template')}
+    other = inference.load(run=_BESIDE_RUN.value, model=_BESIDE_MODEL.value, **template)
     models[beside if beside not in models else f'{beside} (beside)'] = other
   chat.check_templates(models)
   draws = completions.Draws(**_SAMPLING.arguments())

@@ -1,4 +1,4 @@
-"""Flags that name the weights of a command (--run, --model, --stage, --step, --template_kwargs), and its start."""
+"""Flags that name the weights of a command (--run, --model and the like) and its chat template, and its start."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class ModelFlags(NamedTuple):
   stage: flags.FlagHolder
   step: flags.FlagHolder
   template_kwargs: flags.FlagHolder
+  chat_template: flags.FlagHolder
 
   def arguments(self) -> dict[str, Any]:
     """Returns the arguments of `inference.load`."""
@@ -42,6 +43,11 @@ def define() -> ModelFlags:
       '',
       'Variables of the chat template as a JSON object, over those of the run or the model folder: '
       '\'{"enable_thinking": true}\'.',
+    ),
+    chat_template=flags.DEFINE_string(
+      'chat_template',
+      '',
+      "Chat template instead of the tokenizer's own: a name such as chatml, or a .jinja file; for base models.",
     ),
     step=flags.DEFINE_integer('step', None, 'Step of the checkpoint; default: the newest good one.', lower_bound=0),
   )

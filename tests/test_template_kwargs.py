@@ -14,7 +14,7 @@ from jaxpost.environments import openai_format, turns
 from jaxpost.errors import InputError
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import prepare, records, schema, weight_sources
-from jaxpost.tools import completions, inference
+from jaxpost.tools import chosen_template, completions, inference
 from launch import config_flag
 
 # Like the template of Qwen3, in which turns start with an empty thinking block where thinking is off
@@ -135,7 +135,25 @@ def test_commands_take_template_kwargs_from_the_folder_or_a_flag(tmp_path):
     assert ('<think>' in weights.inputs.tokenizer.decode(prompt.tokens, skip_special=False)) == thinks
   for text, message in ('{', 'bad JSON'), ('[]', 'no mapping'), ('{"messages": 1}', 'messages is given'):
     with pytest.raises(InputError, match=f'^--template_kwargs: .*{message}'):
-      inference.with_template_kwargs(weights.inputs.tokenizer, text)
+      chosen_template.apply(weights.inputs.tokenizer, '', text)
+
+
+def test_commands_take_a_chat_template_for_a_model_without_one(tmp_path):
+  path = tiny.folder(tmp_path / 'nano')
+  load('bytes').save(path)
+  (tmp_path / 'nano' / 'chat_template.jinja').unlink()
+  chat_row = [dict(prompt=[QUESTION])]
+  with pytest.raises(InputError, match='--chat_template .*config.data.chat_template'):
+    completions.prompts_of(inference.load(model=path), sources.read('rows', fake_rows=chat_row))
+  weights = inference.load(model=path, chat_template='chatml')
+  (prompt,) = completions.prompts_of(weights, sources.read('rows', fake_rows=chat_row))
+  assert '<|im_start|>user' in weights.inputs.tokenizer.decode(prompt.tokens, skip_special=False)
+  (tmp_path / 't.jinja').write_text(TEMPLATE)
+  options = dict(chat_template=str(tmp_path / 't.jinja'), template_kwargs='{"effort": "low"}')
+  tokenizer = inference.load(model=path, **options).inputs.tokenizer
+  assert tokenizer.render_chat([QUESTION])[0].startswith('<effort low>')
+  with pytest.raises(InputError, match="^--chat_template: no file chatlm, .*did you mean 'chatml'"):
+    inference.load(model=path, chat_template='chatlm')
 
 
 def test_chat_template_is_a_file_or_the_text_itself(tmp_path):

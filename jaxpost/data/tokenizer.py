@@ -150,7 +150,8 @@ class Tokenizer:
     template = self.named_templates.get('tool_use', self.chat_template) if tools else self.chat_template
     if not template:
       raise InputError(
-        f'{where}: messages need a chat template and {self.source} has none; use an instruct tokenizer, or set '
+        f'{where}: messages need a chat template and {self.source} has none; use an instruct tokenizer, give '
+        '--chat_template where --model or --run names the weights, or else set '
         f'config.data.chat_template to a .jinja file or one of {", ".join(sorted(_named_templates()))}'
       )
     if tools and not _reads(template, 'tools'):

@@ -51,8 +51,9 @@ def check_templates(models: Mapping[str, Weights]) -> None:
   for name, weights in models.items():
     if not weights.inputs.tokenizer.chat_template:
       raise InputError(
-        f'{name}: its tokenizer has no chat template, so it cannot chat; train it with config.data.chat_template, or '
-        'add a chat_template.jinja to the folder of the model; launch.sample --nochat continues plain text'
+        f'{name}: its tokenizer has no chat template, so it cannot chat; train it with config.data.chat_template, add '
+        'a chat_template.jinja to the folder of the model, or give --chat_template=chatml or a .jinja file; '
+        'launch.sample --nochat continues plain text'
       )
 
 

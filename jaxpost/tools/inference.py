@@ -16,8 +16,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from jaxpost.data import messages, sources
-from jaxpost.data.tokenizer import Tokenizer
+from jaxpost.data import sources
 from jaxpost.distributed.mesh import Layout
 from jaxpost.distributed.phases import make_layout
 from jaxpost.errors import InputError, NoCheckpointError
@@ -43,6 +42,7 @@ from jaxpost.stage.records import Data, Inputs, PreparedStage, Source, Workers
 from jaxpost.storage import object_store, seals
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps
+from jaxpost.tools import chosen_template
 from jaxpost.tools.working import working
 from jaxpost.types import TrainState
 
@@ -78,12 +78,14 @@ def load(
   config: config_lib.Config | None = None,
   warn: Callable[[str], None] = to_stderr,
   template_kwargs: str = '',
+  chat_template: str = '',
 ) -> Weights:
   """Loads the weights of a run or of a model folder; see `from_run` and `from_folder`.
 
   Args:
     run, model, stage, step, config, warn: see there.
     template_kwargs: variables of the chat template as a JSON object; they override those of the tokenizer.
+    chat_template: replaces the tokenizer's own, as config.data.chat_template; it gets none of the run's variables.
   """
   if bool(run) == bool(model):
     raise InputError('give one of --run=DIR and --model=FOLDER')
@@ -91,17 +93,8 @@ def load(
     raise InputError('--step: a model folder has no steps; it goes with --run')
   with working(f'loading weights of {run or model}'):
     weights = from_run(run, stage, step, warn) if run else from_folder(model, config, stage or 'model')
-  if not template_kwargs:
-    return weights
-  tokenizer = with_template_kwargs(weights.inputs.tokenizer, template_kwargs)
+  tokenizer = chosen_template.apply(weights.inputs.tokenizer, chat_template, template_kwargs)
   return dataclasses.replace(weights, inputs=dataclasses.replace(weights.inputs, tokenizer=tokenizer))
-
-
-def with_template_kwargs(tokenizer: Tokenizer, text: str) -> Tokenizer:
-  """Returns the tokenizer with the variables of its chat template in the JSON object `text`."""
-  kwargs = {'chat_template_kwargs': messages.parse_json(text, '--template_kwargs')}
-  kwargs = messages.template_kwargs_of(kwargs, '--template_kwargs')
-  return tokenizer.with_template_kwargs(kwargs)
 
 
 def from_run(
@@ -261,11 +254,12 @@ def evaluate_as(
   size: int | None = None,
   samples: int | None = None,
   template_kwargs: str = '',
+  chat_template: str = '',
 ) -> dict[str, Any]:
   """Evaluates weights as in `config`, or as in the config of their run; returns the metrics.
 
   Args:
-    run, model, stage, step, template_kwargs: as in `load`.
+    run, model, stage, step, template_kwargs, chat_template: as in `load`.
     config: a ConfigDict or nested dict; a model folder needs one.
     mesh: as config.mesh.rollout.
     data, size, samples: replace those of `config.eval`.
@@ -277,7 +271,8 @@ def evaluate_as(
     stages = config_lib.parse(prepare.as_dict(config))
   if model and stages:
     name, eval_config = pick(stages, name, '--config')
-  weights = load(run, model, name, step, eval_config, template_kwargs=template_kwargs)
+  template = dict(template_kwargs=template_kwargs, chat_template=chat_template)
+  weights = load(run, model, name, step, eval_config, **template)
   name = weights.inputs.name
   if run and stages:  # the stage with that name, or else the last one
     eval_config = stages.get(name) or pick(stages, '', '--config')[1]
