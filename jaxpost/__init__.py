@@ -35,9 +35,15 @@ def run(config, workdir='runs/latest', console=None, verbose=False) -> dict:
   """Starts or resumes the run in `workdir` and returns what its summary.json holds; see `jaxpost.stages.run`.
 
   `verbose` prints the table of compiled programs. A mesh of 'auto' is chosen by compiling for the devices of this run.
+  Compiled programs are kept as by the commands (`use_compile_cache`), unless JAX already has a folder for them.
   """
-  from jaxpost import imports, stages
+  import jax
 
+  from jaxpost import imports, stages
+  from jaxpost.hardware import host
+
+  if not jax.config.jax_compilation_cache_dir:
+    host.use_compile_cache()
   imports.forget_edited_files()  # since the last run of this session
   return stages.run(config, workdir, console, choose_mesh, verbose=verbose)
 

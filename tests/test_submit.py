@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import types
 
 import jax
 import pytest
@@ -18,6 +19,8 @@ import yaml
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CLONE))
 
+import jaxpost  # noqa: E402
+from jaxpost import stages  # noqa: E402
 from jaxpost.errors import InputError  # noqa: E402
 from jaxpost.hardware import host  # noqa: E402
 from launch import render  # noqa: E402
@@ -194,6 +197,17 @@ def test_compile_cache_under_home_is_expanded(monkeypatch, tmp_path):
   updates = {}
   monkeypatch.setattr(jax.config, 'update', updates.__setitem__)
   assert host.use_compile_cache() == updates['jax_compilation_cache_dir'] == f'{tmp_path}/runs/xla'
+
+
+@pytest.mark.parametrize('folder', ['', '/tmp/of_the_user'])
+def test_a_run_in_python_uses_the_compile_cache_of_the_commands_unless_the_user_has_one(folder, monkeypatch):
+  """Each call compiled everything anew, for minutes."""
+  calls = []
+  monkeypatch.setattr(jax, 'config', types.SimpleNamespace(jax_compilation_cache_dir=folder))
+  monkeypatch.setattr(host, 'use_compile_cache', lambda: calls.append('cache'))
+  monkeypatch.setattr(stages, 'run', lambda *_, **options: calls.append('run') or {})
+  jaxpost.run({})
+  assert calls == (['run'] if folder else ['cache', 'run'])
 
 
 # ----------------------------------------------------------------- restarts
