@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import numpy as np
@@ -272,6 +273,22 @@ def test_chat_refuses_prompts_beyond_the_positions_of_the_model(weights, monkeyp
   both = {'short': short, 'long': weights}  # the shorter one decides
   assert chat.with_room(completions.Draws(max_new_tokens=512), both).max_new_tokens == 30
   assert chat.with_room(completions.Draws(max_new_tokens=20), both).max_new_tokens == 20
+
+
+def test_completions_beyond_the_positions_of_the_model_are_warned_of(weights, monkeypatch, caplog):
+  monkeypatch.setattr(completions.sampler_config, 'free_bytes', lambda layout: 1)
+  engine = types.SimpleNamespace(max_concurrent_decodes=1, layout=None, cache_bytes=lambda: 0)
+  monkeypatch.setattr(completions, 'make_engine', lambda *_, **options: engine)
+  positions = weights.inputs.model.config.max_position
+  prompts = completions.make_prompts(weights, ['a' * 28], as_chat=False)
+  completions.engine_for(weights, prompts, completions.Draws(max_new_tokens=positions - 28), 'data=-1')
+  assert not caplog.messages
+  completions.engine_for(weights, prompts, completions.Draws(max_new_tokens=positions), 'data=-1')
+  completions.make_engines({'nano': weights}, slots=1, max_prompt=28, max_new_tokens=positions)
+  sampled, served = caplog.messages
+  text = f': {positions + 28} tokens are more than the {positions} positions of the model'
+  assert sampled.startswith(f'--max_new_tokens after the longest prompt{text}')
+  assert served.startswith(f'--max_context{text}')
 
 
 def test_chat_with_a_model_of_few_positions_answers_by_default(folder, tmp_path):

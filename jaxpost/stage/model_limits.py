@@ -36,11 +36,18 @@ def check(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> None:
   field, length = _longest_document(config, algorithm)
   if isinstance(cfg, CustomConfig):
     _check_custom(config, cfg)
-  elif length > (positions := longest(cfg)):
+  else:
+    warn_beyond(f'config.{field}', length, cfg)
+
+
+def warn_beyond(what: str, length: int, cfg: ModelConfig) -> None:
+  """Warns if sequences of `length` tokens, which `what` limits, are longer than the model has positions."""
+  positions = longest(cfg)
+  if length > positions:
     logging.warning(
-      'config.%s: %d tokens are more than the %d positions of the model (max_position_embeddings); tokens beyond them '
+      '%s: %d tokens are more than the %d positions of the model (max_position_embeddings); tokens beyond them '
       'have positions that it has not learned: lower it, or add a RoPE scaling to the config.json of the model',
-      field,
+      what,
       length,
       positions,
     )

@@ -29,7 +29,7 @@ from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import sampler_config
 from jaxpost.rollout.buckets import bucket
 from jaxpost.rollout.native import NativeEngine, SamplerConfig
-from jaxpost.stage import on_policy
+from jaxpost.stage import model_limits, on_policy
 from jaxpost.tools.inference import Weights, adapters, merged
 from jaxpost.tools.working import working
 from jaxpost.types import Prompt, Rollout
@@ -171,10 +171,13 @@ def complete(weights: Weights, prompts: Sequence[Prompt], draws: Draws = Draws()
 
 def engine_for(weights: Weights, prompts: Sequence[Prompt], draws: Draws, mesh: str) -> NativeEngine:
   """Returns a sampler that is large enough for these prompts, with as many slots as fit in memory."""
+  max_prompt = max(len(prompt.tokens) for prompt in prompts)
+  length, what = max_prompt + draws.max_new_tokens, '--max_new_tokens after the longest prompt'
+  model_limits.warn_beyond(what, length, weights.inputs.model.config)
   make = functools.partial(
     make_engine,
     weights,
-    max_prompt=max(len(prompt.tokens) for prompt in prompts),
+    max_prompt=max_prompt,
     max_new_tokens=draws.max_new_tokens,
     mesh=mesh,
     top_logprobs=draws.top_logprobs,
@@ -296,6 +299,8 @@ def make_engines(
   top_logprobs: int = 0,
 ) -> dict[str, NativeEngine]:
   """Returns {name: engine} of the models of `share_base`; further arguments as in `make_engine`."""
+  for weights in models.values():
+    model_limits.warn_beyond('--max_context', max_prompt + max_new_tokens, weights.inputs.model.config)
   return {
     name: make_engine(
       weights,
