@@ -39,6 +39,24 @@ def test_field_that_no_stage_reads_is_refused(config, field, method):
 
 
 @pytest.mark.parametrize(
+  'field, value',
+  [('reward', 'gsm8k'), ('reward_weights', (1.0,)), ('environment', './a.py:A'), ('train_on_rollouts', 'x')],
+)
+def test_field_of_sampling_is_warned_of_if_no_stage_samples(field, value, caplog):
+  """It may be of a recipe whose evaluation is off, or of a user who left out --config.algorithm=grpo."""
+  evaluated = dict(eval=dict(samples=2, data=dict(path='file.jsonl')))
+  for config in (
+    dict(algorithm='sft'),
+    stages('sft', 'grpo'),
+    dict(algorithm='grpo'),
+    dict(algorithm='sft') | evaluated,
+  ):
+    prepare.resolve_all({**config, field: value})
+  (warning,) = caplog.messages
+  assert warning.startswith(f'config.{field} changes nothing, as no stage samples') and 'config.algorithm=' in warning
+
+
+@pytest.mark.parametrize(
   'config',
   [
     stages('sft', 'dpo', preference=dict(beta=0.2), nll=dict(label_smoothing=0.1)),

@@ -5,6 +5,7 @@ Each function raises InputError with the field, the reason and a remedy.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
@@ -53,8 +54,16 @@ def check_config(config: Config, algorithm: Algorithm) -> None:
 
 
 def check_sections(stages: Collection[tuple[Algorithm, Config]]) -> None:
-  """Refuses fields that are set in a method's section if no stage of the run reads that section."""
+  """Refuses fields that are set in a method's section if no stage reads that section; warns of those of samples."""
   unread = [name for name in OF_METHODS if not any(a.sections is None or name in a.sections for a, _ in stages)]
+  is_sampled = any(algorithm.sections is None or samples(config, algorithm) for algorithm, config in stages)
+  for name in () if is_sampled else ('reward', 'reward_weights', 'environment', 'train_on_rollouts'):
+    if any(vars(config)[name] for _, config in stages):  # a recipe sets them, and its evaluation may be off
+      logging.warning(
+        'config.%s changes nothing, as no stage samples; choose a method that does, such as config.algorithm=grpo, '
+        'or set config.eval.samples and config.eval.data.path',
+        name,
+      )
   adapters = any(config.lora.rank or config.lora.path for _, config in stages)
   for algorithm, config in stages:
     if not adapters:
