@@ -57,7 +57,9 @@ def type_of(value: Any) -> str:
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
   """Returns 'did you mean NEAREST? ', or '' where none of the known names is near."""
-  near = difflib.get_close_matches(name, list(known), 1, cutoff)
+  known = list(known)
+  near = [other for other in known if sorted(other) == sorted(name)]  # letters were swapped
+  near = near or difflib.get_close_matches(name, known, 1, cutoff)
   return f'did you mean {near[0]!r}? ' if near else ''
 
 

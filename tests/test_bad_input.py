@@ -173,6 +173,7 @@ FIELDS = {
   ),
   'stage without block': ('sft', dict(stages=('sft', 'grop'), sft={}), 'no block config.grop'),
   'algorithm': ('sft', dict(algorithm='sff'), "no 'sff'; did you mean 'sft'.*built in: sft, dpo"),
+  'algorithm with swapped letters': ('sft', dict(algorithm='dop'), "no 'dop'; did you mean 'dpo'"),
   'algorithm of a user': ('sft', dict(algorithm='my.module'), "config.algorithm: no module 'my'"),
   'not an algorithm': ('sft', dict(algorithm='json.decoder'), 'config.algorithm: json.decoder has no ALGORITHM'),
   'preset': ('sft', dict(model=dict(path='', preset='tinny')), "model.preset: .*'tinny'.*tiny"),
@@ -336,7 +337,7 @@ DATA = {
     'notebooks.jsonl',
     lines(GOOD),
     dict(path='nope.jsonl'),
-    'nope.jsonl: no such file; the nearest names in . are notebooks.jsonl',
+    'nope.jsonl: no such file, and no similar name in [.]$',
   ),
   'missing folder': (
     'train.jsonl',

@@ -165,11 +165,9 @@ def _missing(local: epath.Path, path: str) -> InputError:
     return InputError(f'{path}: no such file, nor is there a folder {folder}')
   names = {file.name.partition('.')[0]: file.name for file in sorted(folder.iterdir())}  # by stems: suffixes are alike
   stem = local.name.partition('.')[0]
-  nearest = [names[near] for near in difflib.get_close_matches(stem, names, 3, 0)]
-  hint = f'the nearest names in {folder} are {", ".join(nearest)}' if nearest else f'{folder} is empty'
-  if difflib.get_close_matches(stem, names, 1):
-    hint = f'did you mean {folder / nearest[0]}?'
-  return InputError(f'{path}: no such file; {hint}')
+  near = difflib.get_close_matches(stem, names, 1)
+  hint = f'; did you mean {folder / names[near[0]]}?' if near else f', and no similar name in {folder}'
+  return InputError(f'{path}: no such file{hint}')
 
 
 def open_file(path: epath.Path, name: str) -> tuple[str, files.NumberedRows]:
