@@ -6,7 +6,7 @@ exits with 1. Imports no package, so that reward workers can use it without JAX.
 
 import dataclasses
 import difflib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 
@@ -55,11 +55,9 @@ def type_of(value: Any) -> str:
   return f'{"an" if name[0] in "aeioAEIO" else "a"} {name}'
 
 
-def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-  """Returns 'did you mean NEAREST? ', or '' where none of the known names is near."""
-  known = list(known)
-  near = [other for other in known if sorted(other) == sorted(name)]  # letters were swapped
-  near = near or difflib.get_close_matches(name, known, 1, cutoff)
+def did_you_mean(name: str, known: Collection[str], cutoff: float = 0.6) -> str:
+  """Returns 'did you mean NEAREST? ', or '' where no known name is near; one with swapped letters is nearest."""
+  near = [k for k in known if sorted(k) == sorted(name)] or difflib.get_close_matches(name, known, 1, cutoff)
   return f'did you mean {near[0]!r}? ' if near else ''
 
 

@@ -52,7 +52,7 @@ def rename(columns: str) -> Callable[[Row, str], Row]:
   def renamed(row: Row, where: str) -> Row:
     for source in renames.values():
       if source not in row:
-        near = did_you_mean(source, map(str, row))
+        near = did_you_mean(source, [str(column) for column in row])
         raise InputError(f'{where}: no column {source!r}; {near}it has {messages.columns_of(row)}')
     kept = {k: v for k, v in row.items() if k not in renames.values()}
     return kept | {target: row[source] for target, source in renames.items()}

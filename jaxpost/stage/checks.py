@@ -59,11 +59,7 @@ def check_sections(stages: Collection[tuple[Algorithm, Config]]) -> None:
   is_sampled = any(algorithm.sections is None or samples(config, algorithm) for algorithm, config in stages)
   for name in () if is_sampled else ('reward', 'reward_weights', 'environment', 'train_on_rollouts'):
     if any(vars(config)[name] for _, config in stages):  # a recipe sets them, and its evaluation may be off
-      logging.warning(
-        'config.%s changes nothing, as no stage samples; choose a method that does, such as config.algorithm=grpo, '
-        'or set config.eval.samples and config.eval.data.path',
-        name,
-      )
+      logging.warning('config.%s changes nothing: no stage samples (config.algorithm, config.eval.samples)', name)
   adapters = any(config.lora.rank or config.lora.path for _, config in stages)
   for algorithm, config in stages:
     if not adapters:

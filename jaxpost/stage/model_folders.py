@@ -43,7 +43,7 @@ def local_folder(text: str, key: str) -> epath.Path:
   """Returns the local folder of a Hugging Face model, downloading org/name; InputError if there is none."""
   folder = epath.Path(text).expanduser()
   if not folder.exists():
-    hint = did_you_mean(str(folder), map(str, folder.parent.glob('*')))
+    hint = did_you_mean(str(folder), [str(other) for other in folder.parent.glob('*')])
     on_hub = hub.parse(text)
     if not on_hub:
       raise InputError(f'{key}: {text} does not exist; {hint}name a folder, a run or org/name of the hub')

@@ -207,11 +207,10 @@ def check_tokenizer(config: Config, policy: Source, tokenizer: Tokenizer, path: 
   weights = config.init_from or config.lora.path or config.model.path
   refuse(not path, f'config.model.tokenizer: is empty, and {weights} has a tokenizer of its own; name it')
   logging.warning(
-    'config.model.tokenizer: %s encodes text differently than %s, the tokenizer of the weights %s, which will read '
-    'wrong tokens until they have learned new ones; name their own, unless the vocabulary is to be replaced',
+    'config.model.tokenizer: %s encodes text differently than %s, the tokenizer of the weights, which read wrong '
+    'tokens at first; name their own, unless the vocabulary is to be replaced',
     path,
     own_path,
-    weights,
   )
 
 
