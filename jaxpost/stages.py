@@ -132,7 +132,7 @@ def _run(
     if (workdir / 'checkpoints').exists():
       from jaxpost.stage import resumed_run
 
-      resumed_run.check_models(prepared, workdir)
+      resumed_run.check_models(prepared, workdir, console)
     with activity('choosing meshes and checking kernels'):
       prepared = with_meshes(prepared, choose_mesh, console.print)
       placed = [place.place_stage(stage) for stage in prepared]

@@ -422,3 +422,15 @@ def test_load_callable_loads_functions_and_reports_bad_names(tmp_path):
   ]:
     with pytest.raises(InputError, match='^reward: .*' + message):
       imports.load_callable(spec, 'reward')
+
+
+@pytest.mark.parametrize('streaming', [False, True])
+def test_digest_depends_on_the_rows_and_not_on_the_file(tmp_path, streaming):
+  def digest(text):
+    return sources.digest(sources.read(write(tmp_path / 'a.jsonl', text), streaming=streaming))
+
+  assert digest(LINES) == digest(LINES.replace(': ', ':'))
+  for n in range(3):
+    assert digest(LINES) != digest(LINES.replace(f'a{n}', 'b'))
+  assert len(sources.digest(sources.read('generated:arithmetic'))) == 8
+  assert sources.digest(None) == ''

@@ -458,6 +458,23 @@ def test_changed_data_is_refused_before_compilation_and_changed_reward_warns(mod
   assert warning in capsys.readouterr().out.replace('\n', '')
 
 
+def test_rows_that_changed_in_place_warn(model, tmp_path, capsys):
+  rows = [dict(prompt=f'{n}+1=', completion=str(n + 1), answer=str(n + 1)) for n in range(9)]
+  data = tmp_path / 'data.jsonl'
+  warning = f'warning: config.data.path of sft: {data} has other rows than when the checkpoint was saved'
+  config = tiny.run_config(model, data=dict(path=str(data)), save=dict(every=1, export=False), train=dict(steps=1))
+
+  def warns(steps):
+    data.write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    run(tiny.merged(config, dict(train=dict(steps=steps))), tmp_path / 'run')
+    return warning in capsys.readouterr().out.replace('\n', '')
+
+  assert not warns(1)
+  rows[4]['completion'] = '6'
+  assert warns(2)
+  assert not warns(3)  # the checkpoint of step 2 is of the changed rows
+
+
 def test_drafts_of_killed_processes_are_removed_by_the_next_start(sft, tmp_path):
   """A draft stays if its process lives, or if it is of another host, of which nothing is known."""
   config, finished = sft

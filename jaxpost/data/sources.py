@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections.abc
 import math
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +103,17 @@ def first(rows: Any, count: int) -> Any:
   from jaxpost.data.row_views import First
 
   return First(rows, count)
+
+
+def digest(rows: Any) -> str:
+  """Returns a checksum of up to 20,000 evenly spread rows, or 16 if they are read on access; '' for None."""
+  if rows is None:
+    return ''
+  checksum, count = 0, min(len(rows), 16 if rows.streaming else 20_000)
+  for i in range(count):
+    row = rows[i * (len(rows) - 1) // max(count - 1, 1)]
+    checksum = zlib.crc32(repr(row).encode(), checksum)
+  return f'{checksum:08x}'
 
 
 def split(value: str | Sequence[Any]) -> list[str]:

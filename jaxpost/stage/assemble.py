@@ -82,7 +82,7 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
     ),
     writer=writer,
     timer=placed.timer,
-    meta=load_weights.make_meta(inputs, workdir),
+    meta=load_weights.make_meta(inputs, placed.data.rows, workdir),
     on_step_begin=functools.partial(begin_step, placed, trace),
     forbid_compiles=placed.ledger.seal,
     check_first_step=check_first_step,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from etils import epath
 
+from jaxpost.data import sources
 from jaxpost.errors import InputError
 from jaxpost.monitor import start
 from jaxpost.monitor.metrics import read_growing
@@ -74,8 +75,11 @@ def _refuse(workdir: epath.Path, stage: str, key: str, old: Any, new: Any, is_ne
     )
 
 
-def check_models(prepared: Sequence[PreparedStage], workdir: epath.Path) -> None:
-  """Raises InputError if a stage's checkpoint is of a model with another config, or of another number of rows."""
+def check_models(prepared: Sequence[PreparedStage], workdir: epath.Path, console: rich.console.Console) -> None:
+  """Raises InputError if a stage's checkpoint is of a model with another config, or of another number of rows.
+
+  Prints a warning if the number is the same, but not the content of the rows.
+  """
   from jaxpost.models import saved_config
 
   for p in prepared:
@@ -98,6 +102,9 @@ def check_models(prepared: Sequence[PreparedStage], workdir: epath.Path) -> None
           f'checkpoint was saved; bring them back, or choose another --workdir, where init_from={workdir} starts from '
           'its weights'
         )
+    if 'rows' in saved and saved['rows'] != sources.digest(p.data.rows):
+      text = f'{p.config.data.path} has other rows than when the checkpoint was saved, whose steps used the old ones'
+      console.out(f'warning: config.data.path of {p.name}: {text}', highlight=False)
 
 
 def changed_code(workdir: epath.Path, files: Mapping[str, str]) -> list[str]:
