@@ -309,15 +309,36 @@ def test_inspect_shows_a_reward_model_among_the_rewards(tmp_path):
   ]
 
 
-def test_run_warns_how_many_documents_are_truncated(tmp_path):
+def test_run_warns_how_many_documents_are_left_out(tmp_path):
   lengths = (3, *[80] * 5)
   advice = 'raise config.train.row_length'
   assert start_warnings(lengths, tmp_path) == (
     6,
-    f'warning: 5 of 6 documents (83%) are longer than 64 tokens and are cut there: {advice}',
+    'warning: 5 of 6 documents (83%) are longer than 64 tokens and are left out, as nothing trained would remain: '
+    f'{advice}',
   )
   assert start_warnings(lengths, tmp_path, data=dict(overlong='drop'))[1].endswith(f'are left out: {advice}')
   assert start_warnings([3] * 199 + [80], tmp_path) == (200,)
+
+
+def test_run_warns_how_many_documents_are_truncated(tmp_path):
+  start = 'warning: 5 of 6 documents (83%) are longer than 64 tokens and are '
+  for algorithm, lengths, fate in (
+    ('sft', [3, 62, *[80] * 4], 'cut there (1) or left out (4), as nothing trained would remain'),
+    ('dpo', [3, 61, *[80] * 4], 'cut there (1) or left out (4), as nothing trained would remain'),
+    ('sft', [3, *[62] * 5], 'cut there'),
+  ):
+    rows = [dict(prompt='a' * n, completion='bcde', chosen='bcde', rejected='fghi') for n in lengths]
+    keys = ['prompt', 'completion'] if algorithm == 'sft' else ['prompt', 'chosen', 'rejected']
+    lines = [json.dumps({key: row[key] for key in keys}) + '\n' for row in rows]
+    (tmp_path / 'data.jsonl').write_text(''.join(lines))
+    config = dict(algorithm=algorithm, data=dict(path=f'{tmp_path}/data.jsonl'), train=dict(steps=2, row_length=64))
+    (stage,) = prepare.prepare_all(SMALL | config)
+    with contextlib.closing(stage):
+      (facts,) = epochs.facts([stage]).values()
+      assert facts['notes'] == [f'{start}{fate}: raise config.train.row_length'], algorithm
+      *_, table = preview_stage.show_stage(stage, 1)
+      assert table.caption.endswith(f'5 over-long, {5 - lengths.count(62) - lengths.count(61)} left out')
 
 
 def test_run_warns_how_many_prompts_are_dropped(tmp_path):

@@ -103,8 +103,9 @@ def _summary(examples: Sequence[Example], row_length: int) -> table.Table:
   for name, counts in (('tokens', lengths), ('trained', trained)):
     out.add_row(name, str(counts.min()), f'{np.median(counts):.0f}', str(counts.max()), str(counts.sum()))
   if row_length:
-    cut = np.minimum(lengths, row_length)
-    rows = packing.pack(cut.tolist(), row_length)
-    fill = cut.sum() / (len(rows) * row_length)
-    out.caption = f'{len(rows)} rows of {row_length}, {fill:.1%} filled, {int((lengths > row_length).sum())} over-long'
+    kept = [len(e.tokens) for e in (e.cut(row_length) for e in examples) if e is not None and e.trained.any()]
+    rows = packing.pack(kept, row_length)
+    fill = sum(kept) / max(len(rows) * row_length, 1)
+    out.caption = f'{len(rows)} row{"s" if len(rows) != 1 else ""} of {row_length}, {fill:.1%} filled'
+    out.caption += f', {(lengths > row_length).sum()} over-long, {len(examples) - len(kept)} left out'
   return out

@@ -91,8 +91,12 @@ def _warn_over_long(inputs: Inputs, data: Data) -> str:
   else:
     kind, limit, field = 'documents', row_length(config, False), 'config.train.row_length'
     total = 0 if data.rows.streaming else min(len(data.rows), checks.READ_FIRST)
-    count = sum((e := data.documents.plain(n)) is not None and len(e.tokens) > limit for n in range(total))
-    fate = 'cut there' if config.data.overlong == 'truncate' else fate
+    plain = {n: e for n in range(total) if (e := data.documents.plain(n)) is not None and len(e.tokens) > limit}
+    count = len(plain)
+    if config.data.overlong == 'truncate':
+      cut = sum(data.stream.fitted(n, example) is not None for n, example in plain.items())
+      fate = f'cut there ({cut:,}) or left out ({count - cut:,})' if 0 < cut < count else fate
+      fate = 'cut there' if cut == count else f'{fate}, as nothing trained would remain'
   if count <= total / 100:
     return ''
   share = f'{count:,} of {total:,} {kind} ({count / max(total, 1):.0%})'
