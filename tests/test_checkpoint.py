@@ -437,7 +437,7 @@ def test_missing_or_damaged_checkpoints_raise_no_checkpoint_error(tmp_path):
   assert ck.is_empty() and ck.latest() is None and not (tmp_path / 'absent').exists()
   save_steps(tmp_path, [10, 20])
   ck = checkpoint.Checkpointer(tmp_path)
-  with pytest.raises(errors.NoCheckpointError, match=r'step 15 \(not there'):
+  with pytest.raises(errors.NoCheckpointError, match=r'step 15 \(not there; there is 20, 10\)$'):
     ck.restore(template(make_state(0)), 15)
   for step in (10, 20):
     (tmp_path / str(step) / 'meta' / 'metadata').write_text('{}')

@@ -291,9 +291,8 @@ class Checkpointer:
     scored = [s for s in scores if not math.isnan(scores[s])]
     if scored:
       kept.add(max(scored, key=lambda s: (scores[s], s)))
-    for other in steps:
-      if other not in kept:
-        self._remove(other)
+    for other in set(steps).difference(kept):
+      self._remove(other)
 
   def _remove(self, step: int) -> None:
     # Without its manifest, a step whose removal is interrupted counts as unfinished.
@@ -338,8 +337,9 @@ class Checkpointer:
     chosen, problems = -1, []
     if jax.process_index() == 0:
       steps = manifests.steps(self._folder)
+      there = ', '.join(map(str, steps)) or 'none'
       for candidate in steps if step is None else [step]:
-        problem = 'not there' if candidate not in steps else self._damage(candidate, arrays)
+        problem = f'not there; there is {there}' if candidate not in steps else self._damage(candidate, arrays)
         if not problem:
           chosen = candidate
           break
