@@ -401,6 +401,24 @@ def test_chosen_answers_that_become_less_likely_raise_one_alert():
   assert all(f'config.{field}' in text for field in ('optim.lr', 'preference.beta', 'preference.nll_coef'))
 
 
+def test_a_first_step_without_a_reward_warns_at_once(tmp_path):
+  row = HEALTHY | {'loss': 0.0, 'reward': math.nan, 'empty_updates': 2, 'masked_samples': 16}
+  writer, out = make_writer(tmp_path)
+  with writer:
+    writer.start_stage('grpo', 20)
+    writer.write(1, 'train', row)
+  text = 'config.reward returned None for all 16 completions of this step, which train nothing'
+  assert f'warning: grpo step 1: {text}' in out.getvalue().replace('\n', ' ')
+  assert 'a loss near 0 is expected' not in out.getvalue()
+  (warning,) = writer.alerts.warnings
+  assert warning['kind'] == 'ungraded' and warning['text'].startswith(text)
+  resumed = row | {'reward': None}
+  assert alerts_of([resumed]) == {'ungraded': (1, 1)}
+  assert alerts_of([row | {'empty_updates': 0}]) == {}  # a teacher trains them
+  assert list(alerts_of([row | {'failed_groups': 2, 'groups': 2}])) == ['failed']
+  assert alerts_of([HEALTHY | {'empty_updates': 2}]) == {}
+
+
 def test_a_mismatch_names_both_of_its_causes():
   """A mismatch comes from types, or from updates: even float32 differs after them, and for samples of older weights."""
   (text,) = Alerts().check('grpo', 1, HEALTHY | {'sampler_mismatch': 1.0565})

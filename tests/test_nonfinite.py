@@ -154,11 +154,13 @@ def test_skipped_steps_between_good_steps_count():
 
 
 def test_run_without_rewards_warns_that_updates_are_empty(model, tmp_path):
-  """The reward is always None: each row of metrics counts the empty update, and one warning explains it."""
+  """The reward is always None: each row of metrics counts the empty update, and warnings explain it from step 1 on."""
   config = tiny.grpo_config(model, reward=no_reward, train=dict(steps=11))
   summary = jaxpost.run(config, tmp_path, QUIET)
   (warning,) = (w for w in summary['warnings'] if w['kind'] == 'empty')
   assert 'does the reward return None' in warning['text']
+  (first,) = (w for w in summary['warnings'] if w['kind'] == 'ungraded')
+  assert first['step'] == 1 and first['count'] == 11
   rows = [r for r in metrics.read_rows(tmp_path / 'metrics.jsonl') if r['split'] == 'train']
   assert [r['empty_updates'] for r in rows] == [1] * 11
 

@@ -92,6 +92,13 @@ RULES = (
     'finer reward',
   ),
   Rule(
+    'ungraded',
+    lambda s: s['has_reward'] and math.isnan(s['reward']) and s['empty_updates'] > 0 and not s['failed_groups'] > 0,
+    'config.reward returned None for all {masked_samples:.0f} completions of this step, which train nothing: do the '
+    'columns that it reads fit the data, and the answers what it looks for?',
+    patience=1,
+  ),
+  Rule(
     'empty',
     lambda s: s['empty_updates'] > 0,
     'no token was trained in these steps: all is masked; does the reward return None, do all groups agree?',
