@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from jaxpost.data import sources
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.models.parameters import flatten, join, nest
@@ -27,7 +26,6 @@ from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps
 
 if TYPE_CHECKING:
-  from jaxpost.data.sources import Rows
   from jaxpost.distributed.mesh import Layout
   from jaxpost.models.model import Model
   from jaxpost.stage.records import Inputs
@@ -108,13 +106,13 @@ def read_checkpoint(
     return nest({path: model_lib.in_type(params[path], x.dtype) for path, x in targets.items()})
 
 
-def make_meta(inputs: Inputs, rows: Rows | None, workdir: epath.PathLike) -> dict:
-  """Returns the JSON that each checkpoint of a stage on these rows keeps besides its arrays.
+def make_meta(inputs: Inputs, workdir: epath.PathLike) -> dict:
+  """Returns the JSON that each checkpoint of a stage keeps besides its arrays.
 
   Raises:
     InputError: the frozen weights have changed since the stage began.
   """
-  meta: dict[str, Any] = dict(model=dataclasses.asdict(inputs.model.config), rows=sources.digest(rows))
+  meta = dict(model=dataclasses.asdict(inputs.model.config))
   if inputs.model.frozen:
     from jaxpost.stage import weight_sources
 
