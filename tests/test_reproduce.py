@@ -138,7 +138,8 @@ def test_reproduce_command_prints_sample_and_loss(run):
 @pytest.mark.parametrize(
   'step, row, words', [(9, 0, 'none of the 4 steps'), (1, 16, 'none of the 16 samples'), (1, -1, '--row')]
 )
-def test_step_or_row_out_of_range_is_refused(run, step, row, words):
+def test_step_or_row_out_of_range_is_refused(run, step, row, words, monkeypatch):
+  monkeypatch.setattr(reproduce.place, 'place_stage', None)  # before anything is placed on a device
   with pytest.raises(InputError, match=words):
     reproduce.reproduce(run, step, row)
 

@@ -78,6 +78,9 @@ def reproduce(
     p = next(p for p in prepared if p.name == name)
     if not p.inputs.algorithm.on_policy:
       raise InputError(f'{run}: {name} ({config.algorithm}) samples nothing; name another --stage')
+    samples = p.config.rollout.prompts * p.config.rollout.group_size
+    if not 0 <= row < samples:
+      raise InputError(f'--row: {row} is none of the {samples} samples of a step')
     placed = place.place_stage(p)
     placed.ledger.announce = working.compiling
     with working('loading the newest checkpoint before the step'):
@@ -97,8 +100,6 @@ def _sample_again(placed: place.PlacedStage, run: epath.Path, step: int, row: in
       roles.trainable[role].update(batch)
   working.note(f'sampling step {step}')
   item = next(stream)
-  if not 0 <= row < len(item.credit.mask):
-    raise InputError(f'--row: {row} is none of the {len(item.credit.mask)} samples of a step')
   working.note('computing the losses of the step')
   return explain(placed, roles, stream, item, row) | dict(
     stage=name, step=step, row=row, identical=compare(run, name, step, row, item)
