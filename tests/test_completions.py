@@ -236,7 +236,7 @@ def test_kill_9_during_sample_resumes_with_the_same_command(folder, source, fini
   second = start(code)
   error = second.communicate()[1]
   assert second.returncode == 0, error
-  assert '12 rows, 8 of them new' in error
+  assert '12 rows, 8 new' in error
   assert out.read_bytes() == finished.read_bytes()
 
 

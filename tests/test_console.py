@@ -301,7 +301,10 @@ def test_inspect_shows_a_reward_model_among_the_rewards(tmp_path):
   over = dict(reward='length?max=9,reward_model,gsm8k', reward_weights=(1.0, 0.5, 0.25), reward_model=dict(path=judge))
   (stage,) = prepare.prepare_all(tiny.grpo_config(tiny.folder(tmp_path / 'model'), **over))
   with contextlib.closing(stage):
-    reward_lines = [line for line in preview_stage.show_stage(stage, 1) if str(line).startswith('reward: ')]
+    lines = [line for line in preview_stage.show_stage(stage, 1) if isinstance(line, str)]
+  (method,) = (line for line in lines if line.startswith('method: '))
+  assert 'rl.importance none' in method and '()' not in method
+  reward_lines = [line for line in lines if line.startswith('reward: ')]
   assert reward_lines == [
     'reward: length (jaxpost.rewards.length:Length?max=9), weight 1, decides what is correct',
     f'reward: reward_model ({judge}), weight 0.5',

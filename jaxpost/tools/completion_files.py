@@ -177,7 +177,7 @@ def finish(
   """
   if out:
     new = complete_file(only(each, '--out'), prompts, out, draws, mesh, source=source)
-    to_stderr(f'{out}: {len(prompts)} rows, {new} of them new')
+    to_stderr(f'{out}: {len(prompts)} row{"s" if len(prompts) > 1 else ""}, {new} new')
     return
   for name, weights in each.items():
     rollout = complete(weights, prompts, draws, mesh)

@@ -49,7 +49,8 @@ def show_stage(stage: PreparedStage, rows: int) -> list:
     count = len(data.held_out.rows)
     out.append(f'held out: {min(count, config.eval.size)} of {count} rows of {config.eval.data.path}')
   if method_fields := inputs.algorithm.defaults.get('rl', ()):
-    out.append('method: ' + ', '.join(f'rl.{name} {vars(config.rl)[name]}' for name in method_fields))
+    values = {name: vars(config.rl)[name] for name in method_fields}
+    out.append('method: ' + ', '.join(f'rl.{k} {"none" if v == () else v}' for k, v in values.items()))
   tools = None
   if stage.workers.environment:
     tools = stage.workers.environment.tools
