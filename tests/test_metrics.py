@@ -407,7 +407,7 @@ def test_a_first_step_without_a_reward_warns_at_once(tmp_path):
   with writer:
     writer.start_stage('grpo', 20)
     writer.write(1, 'train', row)
-  text = 'config.reward returned None for all 16 completions of this step, which train nothing'
+  text = 'config.reward returned None for all 16 completions, which train nothing'
   assert f'warning: grpo step 1: {text}' in out.getvalue().replace('\n', ' ')
   assert 'a loss near 0 is expected' not in out.getvalue()
   (warning,) = writer.alerts.warnings

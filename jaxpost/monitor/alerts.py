@@ -94,8 +94,7 @@ RULES = (
   Rule(
     'ungraded',
     lambda s: s['has_reward'] and math.isnan(s['reward']) and s['empty_updates'] > 0 and not s['failed_groups'] > 0,
-    'config.reward returned None for all {masked_samples:.0f} completions of this step, which train nothing: do the '
-    'columns that it reads fit the data, and the answers what it looks for?',
+    'config.reward returned None for all {masked_samples:.0f} completions, which train nothing: does it fit the data?',
     patience=1,
   ),
   Rule(

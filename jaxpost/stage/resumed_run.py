@@ -76,10 +76,7 @@ def _refuse(workdir: epath.Path, stage: str, key: str, old: Any, new: Any, is_ne
 
 
 def check_models(prepared: Sequence[PreparedStage], workdir: epath.Path, console: rich.console.Console) -> None:
-  """Raises InputError if a stage's checkpoint is of a model with another config, or of another number of rows.
-
-  Prints a warning if the number is the same, but not the content of the rows.
-  """
+  """Raises InputError if a stage's checkpoint is of another model or number of rows; warns if it is of other rows."""
   from jaxpost.models import saved_config
 
   for p in prepared:
