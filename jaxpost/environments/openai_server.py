@@ -233,8 +233,7 @@ class Endpoint:
     requests = self._requests(call.path == _CHAT, body, count)
     api_key = _key(call)
     session = self.sessions.get(api_key)
-    if self.sessions and not session:
-      raise InputError('Authorization: this API key belongs to no episode of the run')
+    refuse(bool(self.sessions) and not session, 'Authorization: this API key belongs to no episode of the run')
     if session:
       requests = [_session_request(session, body, requests, self.engines[name])]
     else:

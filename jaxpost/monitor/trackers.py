@@ -20,8 +20,6 @@ from etils import epath
 from jaxpost.errors import InputError
 from jaxpost.storage import object_store
 
-LogOptions = Any  # `config.log`
-
 
 class Client(NamedTuple):
   """A started tracker: log(values, step), file(path of a file in the run folder), finish().
@@ -44,7 +42,7 @@ def _kept(folder: str, file: str, mark: str) -> str:
   return mark_file.read_text()
 
 
-def _wandb(options: LogOptions, folder: str) -> Client:
+def _wandb(options: Any, folder: str) -> Client:
   import wandb
 
   run = wandb.init(
@@ -72,7 +70,7 @@ def _wandb(options: LogOptions, folder: str) -> Client:
   return Client(lambda values, step: run.log(values), file, run.finish, define, show)
 
 
-def _trackio(options: LogOptions, folder: str) -> Client:
+def _trackio(options: Any, folder: str) -> Client:
   import trackio
 
   if options.offline and (os.environ.get('TRACKIO_SPACE_ID') or os.environ.get('TRACKIO_SERVER_URL')):
@@ -84,7 +82,7 @@ def _trackio(options: LogOptions, folder: str) -> Client:
   return Client(lambda values, step: trackio.log(values), trackio.save, trackio.finish)
 
 
-def _mlflow(options: LogOptions, folder: str) -> Client:
+def _mlflow(options: Any, folder: str) -> Client:
   import mlflow
 
   experiment = options.project or 'jaxpost'
@@ -110,7 +108,7 @@ def _mlflow(options: LogOptions, folder: str) -> Client:
   return Client(log, file, mlflow.end_run)
 
 
-TRACKERS: dict[str, Callable[[LogOptions, str], Client]] = {'wandb': _wandb, 'trackio': _trackio, 'mlflow': _mlflow}
+TRACKERS: dict[str, Callable[[Any, str], Client]] = {'wandb': _wandb, 'trackio': _trackio, 'mlflow': _mlflow}
 
 
 def check_installed(names: Sequence[str]) -> None:
@@ -123,8 +121,8 @@ def check_installed(names: Sequence[str]) -> None:
 class Trackers:
   """The trackers of a run, whose failures do not end it."""
 
-  def __init__(self, options: LogOptions, workdir: epath.PathLike):
-    """Starts the trackers; `check_installed` has checked their packages."""
+  def __init__(self, options: Any, workdir: epath.PathLike):
+    """Starts the trackers of `options`, which is `config.log`; `check_installed` has checked their packages."""
     self._folder = object_store.resolved(epath.Path(workdir))
     self._clients: dict[str, Client] = {}
     for name in options.trackers:

@@ -184,8 +184,7 @@ def check_request(config: SamplerConfig, request: Request, vocab_size: int) -> N
     refuse(not isinstance(string, str) or not string, f'stop: {string!r} must be a text, not empty ({name})')
   for key, width in widths(config).items():
     ids = overrides.get(key, ())
-    if len(ids) > width:
-      raise InputError(f'{key}: {len(ids)}, of {width} that fit; name as many in the config of the engine ({name})')
+    refuse(len(ids) > width, f'{key}: {len(ids)}, of {width} that fit; name as many in config.rollout ({name})')
     check_ids(ids, vocab_size, f'{key} of {name}')
 
 

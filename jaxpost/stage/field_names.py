@@ -17,9 +17,8 @@ from jaxpost.errors import InputError
 from jaxpost.stage.schema import Config
 
 _NAMES = tomllib.loads(pathlib.Path(__file__).with_suffix('.toml').read_text('utf-8'))
-RENAMED = _NAMES['renamed']  # former name -> field
 SYNONYMS = {name: (field,) for field, names in _NAMES['other_names'].items() for name in names.split()}
-SYNONYMS |= {name: tuple(fields.split()) for name, fields in _NAMES['several'].items()}
+SYNONYMS |= {name: tuple(fields.split()) for name, fields in (_NAMES['several'] | _NAMES['former']).items()}
 _MAX_SUGGESTIONS = 4
 
 
@@ -52,8 +51,6 @@ def unknown_key(where: str, path: str) -> InputError:
   """
   if not path.isprintable():  # keeps the error on one line
     path = ascii(path)[1:-1]
-  if path in RENAMED:
-    return InputError(f'{where}.{path}: has been renamed; write {where}.{RENAMED[path]}')
   parts = path.split('.')
   suggestions = _suggestions(parts)[:_MAX_SUGGESTIONS]
   if not suggestions:

@@ -95,8 +95,7 @@ def with_adapter(path: str, source: Source, rank: int = 0) -> Source:
 def find_run(text: str, key: str) -> tuple[epath.Path, int | None]:
   """Parses RUN[@step] into (folder of the checkpoints of its last stage, step or None)."""
   run_folder, step = manifest.split_run(text)
-  if step and not step.isdigit():
-    raise InputError(f'{key}: {step!r} in {text!r} is not a step')
+  refuse(bool(step) and not step.isdigit(), f'{key}: {step!r} in {text!r} is not a step')
   root = epath.Path(run_folder).expanduser()
   if not (root / 'config.json').exists():
     raise InputError(f'{key}: {run_folder} is not the folder of a run (it has no config.json)')
@@ -106,8 +105,7 @@ def find_run(text: str, key: str) -> tuple[epath.Path, int | None]:
   saved = seals.read_json(root / 'config.json')
   order = list(saved.get('stages') or ())
   folders.sort(key=lambda f: order.index(f.name) if f.name in order else -1)
-  if not folders:
-    raise InputError(f'{key}: {run_folder} has no checkpoints')
+  refuse(not folders, f'{key}: {run_folder} has no checkpoints')
   return folders[-1], int(step) if step else None
 
 
