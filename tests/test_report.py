@@ -386,10 +386,16 @@ def test_the_sampler_mismatch_is_shown_as_its_distance_from_1(tmp_path):
   text = read_page(tmp_path).text
   assert 'train 0.003' in text and 'train step 2: 0.002' in text and '1.00' not in text
   assert report.figures(rows_of(tmp_path))['sampler_mismatch/grpo'] == pytest.approx(1.002)
-  out = io.StringIO()
-  report.terminal_summary(tmp_path, rows_of(tmp_path), rich.console.Console(file=out, width=100))
-  (line,) = (line for line in out.getvalue().splitlines() if 'Sampler mismatch' in line)
-  assert line.replace('│', '').split() == ['Sampler', 'mismatch', 'minus', '1', '0.002']
+
+  def on_the_console():
+    out = io.StringIO()
+    report.terminal_summary(tmp_path, rows_of(tmp_path), rich.console.Console(file=out, width=100))
+    (line,) = (line for line in out.getvalue().splitlines() if 'Sampler mismatch minus 1' in line)
+    return line.replace('│', '').split()[-1]
+
+  assert on_the_console() == '0.002'
+  write_rows(tmp_path, *(('train', step, {'sampler_mismatch': 0.0}) for step in (1, 2)))  # no token was trained
+  assert on_the_console() == '0'
 
 
 def test_times_and_counters_that_stay_0_have_no_card(tmp_path):

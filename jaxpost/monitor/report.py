@@ -117,7 +117,7 @@ def summary(
 
 def _shown(key: str, value: Any) -> Any:
   """Returns a value as the page and the console show it: the sampler mismatch, a ratio of at least 1, minus 1."""
-  return value - 1 if key == 'sampler_mismatch' and value is not None else value
+  return value - 1 if key == 'sampler_mismatch' and value else value  # 0: the mean over no trained token
 
 
 def _charts(splits: Mapping[str, list[dict]], algorithm: str, budget: int) -> list[dict[str, Any]]:
@@ -221,7 +221,7 @@ def terminal_summary(workdir: epath.PathLike, rows: Sequence[Mapping], console: 
   caption = 'Means of the last 10 steps; time of a step: of all steps but the first.'
   table = rich.table.Table('', *map(markup.escape, stages), caption=caption)
   for key in dict.fromkeys(k.rpartition('/')[0] for k in values if not is_repeated(k, values)):
-    cells = [_shown(key, values[name]) if (name := f'{key}/{stage}') in values else '' for stage in stages]
+    cells = (_shown(key, values.get(f'{key}/{stage}', '')) for stage in stages)
     table.add_row(markup.escape(_title(key)), *map(number, cells))
   for key in ('reward', 'loss'):
     lines = [_sparkline(_values(splits['train'], key)) for splits in stages.values()]
