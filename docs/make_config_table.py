@@ -49,7 +49,7 @@ override is refused:
 
 `--config.train.steps` replaces a file's `train.epochs`. Settings that change nothing are refused, such as
 `lora.alpha` without adapters; where they may be of a recipe (`train.batch_size` on-policy, `eval.every` without
-`eval.data.path`), a line at the start names them.
+`eval.data.path`, `reward` where no stage samples), a line at the start names them.
 
 Write a tuple as `"--config.stages=('sft', 'grpo')"`, or repeat the flag once for
 each member. `"--config.optim={'lr': 1e-4}"` replaces a whole section: fields that

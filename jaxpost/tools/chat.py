@@ -106,7 +106,7 @@ def _speaker(name: str, weights: Weights, draws: Draws, mesh: str) -> Speaker:
     weights, slots=1, max_prompt=room, max_new_tokens=draws.max_new_tokens, mesh=mesh, top_logprobs=draws.top_logprobs
   )
   messages = begin(weights.inputs.config.data.system_prompt)
-  return Speaker(name, engine, room, weights.inputs.tokenizer, messages, positions)
+  return Speaker(name, engine, room, weights.inputs.tokenizer, messages, positions=positions)
 
 
 def _reply(speaker: Speaker, text: str, turn: int, draws: Draws, out: TextIO) -> None:
