@@ -44,7 +44,7 @@ override is refused:
     $ python -m launch.train --config=configs/quickstart.py --workdir=runs/x \\
         --config.train.steps=77
     jaxpost: config.train.steps=77: would change nothing, every stage sets its \\
-    own (sft: 1000, grpo: 120); write --config.sft.train.steps=77 \\
+    own (sft: 250, grpo: 120); write --config.sft.train.steps=77 \\
     --config.grpo.train.steps=77
 
 `--config.train.steps` replaces a file's `train.epochs`. Settings that change nothing are refused, such as
