@@ -291,6 +291,7 @@ def test_completions_beyond_the_positions_of_the_model_are_warned_of(weights, mo
   assert served.startswith(f'--max_context{text}')
 
 
+@pytest.mark.nightly
 def test_chat_with_a_model_of_few_positions_answers_by_default(folder, tmp_path):
   """The default of --max_new_tokens left no position to a message."""
   shutil.copytree(folder, tmp_path / 'short')

@@ -358,6 +358,7 @@ def measured_transports():
   return sampled.gradients(cases, in_twos)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize('name', TRANSPORTS)
 def test_gradient_of_optimal_transport_losses(name):
   """For any two pairs that can be drawn, the smaller margins are compared with each other, and so are the larger."""
