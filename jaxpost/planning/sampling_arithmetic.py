@@ -86,8 +86,8 @@ def memory(case: Case) -> dict[str, float]:
   rollout = case.inputs.config.rollout
   tensor = case.rollout.mesh.shape['tensor']
   slots_per_device, _ = slots(case.inputs, case.rollout.batch_shards)
-  # A decoding block may run past the last token that counts.
-  length = rollout.max_prompt_length + rollout.max_new_tokens + (rollout.block or case.compute.decode_block)
+  block = rollout.block or case.compute.decode_block
+  length = rollout.max_prompt_length + rollout.max_new_tokens + block  # it may run past the last token that counts
   logits = 2 * slots_per_device * cfg.padded_vocab_size / tensor * FLOAT
   prompts = math.ceil(prefilled(case.inputs) / case.rollout.batch_shards)
   padded = buckets.bucket(rollout.max_prompt_length, rollout.max_prompt_length + rollout.max_new_tokens)
@@ -98,6 +98,8 @@ def memory(case: Case) -> dict[str, float]:
   # decoding kernel of GPUs copies nothing. States are held twice: before and after the block.
   in_place = not rollout.cache and attention_kernels.compute_of_decoding(case.compute, cfg, rollout).decode_kernel
   copied_entries = 0 if in_place else 2 ** int(math.log2(length - 1))
+  if case.compute.platform == 'tpu' and not (rollout.cache or rollout.page_size):
+    copied_entries = 3 * block  # XLA for TPU reads a plain cache where it is, and holds the entries of a block thrice
   copied = slots_per_device * (copied_entries * entry + state)
   cache = (slots_per_device * length + tokens) * entry + (slots_per_device + prompts) * state
   prefill = tokens * case.layer_width(tensor) * case.width + case.attention_weights(tokens, padded, tensor)
