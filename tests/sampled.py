@@ -375,7 +375,7 @@ def blocks(sampler: str, size: int = SIZE, top_k: int = 0, right: bool = False) 
   for step in range(BLOCKS):
     pending = controller.sample(step)
     scores = controller.scorer.fetch(controller.scorer.start(pending.rollout))
-    graded_and_scored.append((controller.grade(pending, scores), scores))
+    graded_and_scored.append((pending.result(scores.reward_model), scores))
   return graded_and_scored
 
 
