@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxpost.types import Prompt, Rollout
 
+_RENAMED = {'expert': 'demonstration'}  # arrays in earlier files and checkpoints
 _SCALARS = ('step', 'version', 'occupancy', 'figures', 'from_data', 'messages')
 
 
@@ -45,7 +46,7 @@ def encode(about: dict, arrays: dict[str, np.ndarray]) -> bytes:
 def decode(data: bytes) -> tuple[dict, dict[str, np.ndarray]]:
   """Returns the (JSON values, arrays) that `encode` wrote."""
   with np.load(io.BytesIO(data), allow_pickle=False) as file:
-    arrays = dict(file)
+    arrays = {_RENAMED.get(name, name): x for name, x in file.items()}
   return json.loads(str(arrays.pop('about'))), arrays
 
 
