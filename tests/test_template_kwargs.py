@@ -71,7 +71,7 @@ def test_command_line_sets_single_template_kwargs():
 
 
 def test_former_field_enable_thinking_is_refused_with_the_new_name():
-  with pytest.raises(InputError, match=r'renamed; write config\.data\.template_kwargs\.enable_thinking'):
+  with pytest.raises(InputError, match=r'did you mean config\.data\.template_kwargs\.enable_thinking'):
     config_lib.parse({'data': {'enable_thinking': True}})
 
 
