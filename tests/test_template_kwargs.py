@@ -197,3 +197,14 @@ def test_run_or_adapter_as_model_path_brings_its_tokenizer(tmp_path, monkeypatch
   (config,) = config_lib.parse(tiny.run_config('run')).values()
   with pytest.raises(InputError, match='config.model.tokenizer: is empty, and run has a tokenizer of its own'):
     prepare.load_tokenizer(dataclasses.replace(config, model=schema.ModelSection(path='run')), of_run, of_run)
+
+
+def test_a_tokenizer_of_the_weights_that_is_gone_is_not_replaced_by_bytes(tmp_path, monkeypatch):
+  """A config that names another tokenizer does not need the one that is gone."""
+  of_run = records.Source(tiny.config(vocab_size=512), checkpoints=tmp_path / 'run' / 'checkpoints' / 'sft')
+  monkeypatch.setattr('jaxpost.stage.weight_sources.own_tokenizer_path', lambda source: str(tmp_path / 'gone'))
+  bytes_ = tokenizer_lib.load('bytes')
+  (config,) = config_lib.parse(tiny.run_config('run')).values()
+  weight_sources.check_tokenizer(config, of_run, bytes_, 'named')
+  with pytest.raises(InputError, match='gone'):
+    weight_sources.check_tokenizer(config, of_run, bytes_, '')

@@ -97,8 +97,7 @@ def find_run(text: str, key: str) -> tuple[epath.Path, int | None]:
   run_folder, step = manifest.split_run(text)
   refuse(bool(step) and not step.isdigit(), f'{key}: {step!r} in {text!r} is not a step')
   root = epath.Path(run_folder).expanduser()
-  if not (root / 'config.json').exists():
-    raise InputError(f'{key}: {run_folder} is not the folder of a run (it has no config.json)')
+  refuse(not (root / 'config.json').exists(), f'{key}: {run_folder} is not the folder of a run (it has no config.json)')
   folders = [f for f in (root / 'checkpoints').glob('*') if f.is_dir()]
   # Prefer stages that have saved a checkpoint to one that has just begun.
   folders = [f for f in folders if manifest.finished_steps(f)] or folders
@@ -199,7 +198,9 @@ def check_tokenizer(config: Config, policy: Source, tokenizer: Tokenizer, path: 
   try:
     own = tokenizer_lib.load(own_path)
   except InputError:  # it is gone since those weights were trained
-    return
+    if path:
+      return
+    raise
   if own.encode(_PROBE) == tokenizer.encode(_PROBE):
     return
   weights = config.init_from or config.lora.path or config.model.path
