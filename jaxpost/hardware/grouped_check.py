@@ -48,7 +48,7 @@ def verify(compute: Compute, models: Iterable[ModelConfig | CustomConfig], shard
     shards: numbers of devices that the matrices are split over.
   """
   checks = sorted({(GROUPED, matrix) for cfg in models for n in shards for matrix in matrices(cfg, n)})
-  faults = kernel_check.faults(checks, compute.dtype, trusted)
+  faults = kernel_check.faults(checks, compute.dtype, trusted) if checks else []
   wrong = [f'{matrix.inputs} x {matrix.outputs} {fault}' for (_, matrix), fault in zip(checks, faults) if fault]
   if not wrong:
     return compute
