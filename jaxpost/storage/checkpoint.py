@@ -291,7 +291,7 @@ class Checkpointer:
     scored = [s for s in scores if not math.isnan(scores[s])]
     if scored:
       kept.add(max(scored, key=lambda s: (scores[s], s)))
-    for other in set(steps).difference(kept):
+    for other in sorted(set(steps).difference(kept)):
       self._remove(other)
 
   def _remove(self, step: int) -> None:
