@@ -19,11 +19,11 @@ from jaxpost.distributed import coordination, watchdog
 from jaxpost.errors import InputError, PeerError
 from jaxpost.hardware import signals
 from jaxpost.models import model as model_lib
-from jaxpost.models import transformer
 from jaxpost.monitor import activity as activity_lib
 from jaxpost.monitor import metrics, program_table
 from jaxpost.monitor import start as start_lib
-from jaxpost.stage import assemble, epochs, load_weights, place, prepare
+from jaxpost.programs.compile import TooLargeError
+from jaxpost.stage import assemble, epochs, load_weights, place, precompile, prepare
 from jaxpost.stage import config as config_lib
 from jaxpost.storage import object_store, run_lock, seals
 from jaxpost.storage.checkpoint import Checkpointer
@@ -267,9 +267,9 @@ def _run_stages(
         params = None
       with activity(f'loading weights of {placed[i].name}'):
         params = initial_params(placed[i], workdir) if params is None else _adopt(params, placed[i - 1], placed[i])
-        stage = assemble.assemble(placed[i], workdir, writer, params)
+        placed[i], stage = _assemble(placed[i], workdir, writer, params)
       params = None  # the stage has taken them over
-      plans.append(_plan(placed[i], stage))
+      plans.append(precompile.plan_entry(placed[i], stage.memory_usage))
       stop.check(f'the start of {placed[i].name}')
       _run_stage(placed[i], stage, workdir, activity, plans, stop=stop)
       stop.unsaved = False
@@ -292,6 +292,21 @@ def _run_stages(
     return writer.alerts.warnings
 
 
+def _assemble(
+  placed: PlacedStage, workdir: epath.Path, writer: metrics.MetricsWriter, params: dict
+) -> tuple[PlacedStage, loop.Stage]:
+  """Returns a stage with compiled programs, with smaller settings if these are too large; `params` are donated."""
+  try:
+    return placed, assemble.assemble(placed, workdir, writer, params)
+  except TooLargeError as error:
+    if not placed.choose_smaller:
+      raise
+    placed = placed.choose_smaller(placed, error)
+  del params
+  gc.collect()
+  return _assemble(placed, workdir, writer, initial_params(placed, workdir))
+
+
 def _takes_over(placed: PlacedStage, before: PlacedStage) -> bool:
   """True if a stage starts from the weights of the one before, and those in memory are what a resume would load."""
   old, new = before.model, placed.model
@@ -304,24 +319,6 @@ def _adopt(params: dict, before: PlacedStage, placed: PlacedStage) -> dict:
   """Returns the weights of the stage before in the model structure, layout and type of the next one."""
   config = placed.config
   return model_lib.adopt(params, before.model, placed.model, placed.train, config.model.param_dtype, seed=config.seed)
-
-
-def _plan(placed: PlacedStage, stage: loop.Stage) -> dict:
-  """Returns the entry of plan.json for a compiled stage."""
-  cfg = placed.model.config
-  return dict(
-    stage=placed.name,
-    devices=jax.device_count(),
-    device_kind=jax.devices()[0].device_kind,
-    processes=jax.process_count(),
-    family=cfg.family,
-    parameters=transformer.num_params(cfg),
-    mesh={'train': dict(placed.train.mesh.shape), 'rollout': dict(placed.rollout.mesh.shape)},
-    tokens_per_step=placed.shape.rows * placed.shape.row_length,
-    programs=placed.ledger.rows,
-    memory=stage.memory_usage.predicted,  # {program: peak bytes in use on a device while it runs}
-    choices=placed.choices,  # {config field or 'experts': the value that is used, and the reason}
-  )
 
 
 def _run_stage(

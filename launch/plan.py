@@ -68,7 +68,7 @@ def main(argv):
     for p in dry_run.prepare_all(raw, options.stage):
       p = search.vary(p, auto.choose(p, topology, console.print))
       p = defaults.fitted(p, topology, console.print)
-      plans.append(auto.planned(p, options))
+      plans.append(auto.planned(p, options, console.print))
       tables.show(plans[-1], console)
   if _OUT.value:
     object_store.write_text(_OUT.value, json.dumps(plans, indent=1))

@@ -16,9 +16,9 @@ from jaxpost import stages
 from jaxpost.errors import InputError
 from jaxpost.hardware.chips import CHIPS, Chip
 from jaxpost.matmul import compute_for
-from jaxpost.planning import aot, arithmetic, auto, defaults, dry_run, machines, nearest, search
+from jaxpost.planning import arithmetic, auto, defaults, dry_run, machines, nearest, search
 from jaxpost.planning import stage as plan_stage
-from jaxpost.programs.compile import Ledger
+from jaxpost.programs.compile import TooLargeError
 from jaxpost.stage import batch_shape, precompile, prepare
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
@@ -220,20 +220,46 @@ def test_run_chooses_settings_by_memory_and_refuses_what_cannot_fit(monkeypatch,
   assert not (tmp_path / 'refused/plan.json').exists()
   # Other needs are refused once the compiler has counted them.
   monkeypatch.setattr(machines, 'here', lambda devices: where)
-  check = nearest.check_programs
-  monkeypatch.setattr(nearest, 'check_programs', lambda p, where, found, _: check(p, where, found, Device(2**20)))
-  with pytest.raises(InputError, match=r'needs .* GiB of memory, of which a device \(small\) has 0.0; '):
+  check = precompile.check_fits
+  monkeypatch.setattr(precompile, 'check_fits', lambda predicted, device: check(predicted, Device(2**12)))
+  with pytest.raises(InputError, match=r'grpo: .* needs .* GiB of memory, of which a device \(small\) has 0.0; '):
     jaxpost.run(config, tmp_path / 'run2')
   assert not (tmp_path / 'run2/metrics.jsonl').exists()
-
   # So are programs so large that the compiler fails.
-  def compile_all(placed, *_):
-    placed.ledger.begin('update')
-    raise jax.errors.JaxRuntimeError(NOT_COMPILED)
-
-  monkeypatch.setattr(precompile, 'compile_all', compile_all)
-  with pytest.raises(InputError, match=r'update needs 17.2 GiB of memory, of which a device \(small\) has 0.0; '):
+  monkeypatch.setattr(precompile, 'check_fits', lambda predicted, device: None)
+  fail_to_compile(monkeypatch, NOT_COMPILED)
+  with pytest.raises(InputError, match='grpo: update needs 17.2 GiB of memory for temporaries alone; '):
     jaxpost.run(config, tmp_path / 'run3')
+
+
+def test_run_chooses_again_where_a_program_is_larger_than_was_estimated(monkeypatch, tmp_path, capsys):
+  """The CPU is taken for a GPU, for which the sampler takes a third less than the compiler will count."""
+  model = tiny.folder(tmp_path / 'model')
+  config = tiny.grpo_config(model, train=dict(steps=1), rollout=dict(prompts=4, group_size=8))
+  jaxpost.run(config, tmp_path / 'all_fits')
+  counted = precompile.memory_of
+  slots = []
+
+  def memory_of(placed, *args):
+    slots.append(placed.config.rollout.slots or 32)
+    if slots[-1] > 8:
+      raise TooLargeError('generate', int(1.2 * limit), '')
+    return counted(placed, *args)
+
+  where = machines.Topology('toy', 'gpu', Chip('toy', 1e12, 1e12, 1e12), (1,), owned=tuple(jax.devices()[:1]))
+  (p,) = stages.with_meshes(prepare.prepare_all(prepare.as_dict(config)), None)
+  limit = needed(p, where, {'rollout.slots': 32})[1] / 0.9
+  p.close()
+  large = dataclasses.replace(where, chip=dataclasses.replace(where.chip, memory=1.01 * limit))
+  monkeypatch.setattr(machines, 'here', lambda devices: large)
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+  monkeypatch.setattr(precompile, 'memory_of', memory_of)
+  jaxpost.run(config, tmp_path / 'chosen_again')
+  assert slots[0] == 32 and slots[-1] <= 8 and slots == sorted(set(slots), reverse=True)
+  (plan,) = json.loads((tmp_path / 'chosen_again/plan.json').read_text())
+  assert plan['choices']['rollout.slots'].startswith(f'{slots[-1]} (memory: else ')
+  assert f'config.rollout.slots={slots[-1]}' in capsys.readouterr().out
+  assert len([x for x in plan['programs'] if x['program'] == 'generate']) == 1
 
 
 class Device:
@@ -246,42 +272,66 @@ class Device:
 
 
 def test_programs_that_do_not_fit_are_refused_with_the_nearest_settings_that_do():
+  """Where the config sets the number of slots, no other is chosen."""
   p, where = stage('grpo_gsm8k', rollout__slots=256), machine('A100')
   bytes_of_programs = dict(update=2**30, generate=100 * 2**30, peak=100 * 2**30)
-  nearest.check_programs(p, where, bytes_of_programs, Device(None))  # as CPUs, which do not report their memory
-  nearest.check_programs(p, where, bytes_of_programs, Device(100 * 2**30))
+  precompile.check_fits(bytes_of_programs, Device(None))  # as CPUs, which do not report their memory
+  precompile.check_fits(bytes_of_programs, Device(100 * 2**30))
+  with pytest.raises(TooLargeError) as error:
+    precompile.check_fits(bytes_of_programs, Device(70 * 2**30))
+  too_large = error.value
+  assert (too_large.program, too_large.needed) == ('generate', 100 * 2**30)
   with pytest.raises(InputError) as error:
-    nearest.check_programs(p, where, bytes_of_programs, Device(70 * 2**30))
+    auto._smaller(p, where, str, too_large)
   assert str(error.value) == (
-    'generate needs 100.0 GiB of memory, of which a device (small) has 70.0; the nearest that fits, by arithmetic: '
-    '--config.rollout.slots=128'
+    'grpo: generate needs 100.0 GiB of memory, of which a device (small) has 70.0; the nearest that fits, by '
+    'arithmetic: --config.rollout.slots=128'
   )
   with pytest.raises(InputError, match='take config.model.remat=full'):
-    nearest.check_programs(p, machine('A100', memory=0.0), bytes_of_programs, Device(70 * 2**30))
+    auto._smaller(p, machine('A100', memory=0.0), str, too_large)
+
+
+def test_settings_are_chosen_again_by_what_the_compiler_counts_until_nothing_is_left():
+  """Each choice needs less than the one before it, and what one program needed is known while another is too large."""
+  p, where, seen = stage('grpo_gsm8k'), machine('A100'), []
+  notes = []
+  with pytest.raises(InputError, match='generate needs 0.0 GiB of memory, which is too much; '):
+    for program in ('generate', 'update', 'generate', 'update', *['generate'] * 20):
+      p = auto._smaller(p, where, notes.append, TooLargeError(program, 0, ', which is too much'))
+      seen.append(needed(dataclasses.replace(p, memory_scale=(1.0, 1.0)), where, {}))
+  updating, sampling = zip(*seen, strict=True)
+  assert list(sampling) == sorted(sampling, reverse=True) and len(set(sampling)) == len(seen) - 2 == len(notes) / 2 - 2
+  assert list(updating) == sorted(updating, reverse=True) and len(set(updating)) == 3
+
+
+def fail_to_compile(monkeypatch, error, program='update'):
+  """Makes XLA fail for one program."""
+  compile_other = jax.stages.Lowered.compile
+
+  def compile_all_but_one(lowered, *args):
+    if f'module @jit_{program} ' in lowered.as_text()[:100]:
+      raise jax.errors.JaxRuntimeError(error)
+    return compile_other(lowered, *args)
+
+  monkeypatch.setattr(jax.stages.Lowered, 'compile', compile_all_but_one)
 
 
 def test_plan_of_a_program_that_xla_cannot_compile_names_the_nearest_settings_that_fit(monkeypatch):
   """XLA for TPUs does not compile a program whose temporaries take more than the memory."""
-
-  def compile_all(placed, *_):
-    placed.ledger.begin('update')
-    raise jax.errors.JaxRuntimeError(NOT_COMPILED if options.only else 'INTERNAL: another error')
-
-  monkeypatch.setattr(aot.precompile, 'compile_all', compile_all)
+  fail_to_compile(monkeypatch, NOT_COMPILED)
   monkeypatch.setattr(machines, 'devices', lambda topology: jax.devices()[: topology.chips])
   where = machines.parse('v5e:1x1')
   p = defaults.fitted(stage('sft_gsm8k', model__dtype='bfloat16'), where)
   options = plan_stage.Options(where, ('update',))
-  with pytest.raises(aot.TooLargeError, match='update does not fit: its temporaries alone take 17.23 GiB'):
+  with pytest.raises(TooLargeError, match='update needs 17.2 GiB of memory for temporaries alone') as error:
     plan_stage.plan(p, options)
-  with pytest.raises(InputError, match=r'17.23 GiB of a device; the nearest that fits, by arithmetic: --config\.'):
+  assert (error.value.program, error.value.needed) == ('update', int(17.23 * GIB))
+  with pytest.raises(InputError, match=r'temporaries alone; the nearest that fits, by arithmetic: --config\.'):
     auto.planned(p, options)
   assert auto._plan(p, {}, where, 'update') == {'fits': False}
-  options = plan_stage.Options(where)
+  fail_to_compile(monkeypatch, 'INTERNAL: another error')
   with pytest.raises(jax.errors.JaxRuntimeError, match='another error'):
     plan_stage.plan(p, options)
-  ledger = Ledger(rows=[dict(program='update')], begun=['update', 'generate'])
-  assert ledger.refused(jax.errors.JaxRuntimeError(NOT_COMPILED)) == {'generate': int(17.23 * GIB)}
 
 
 def test_optimizer_is_offloaded_before_fewer_than_8_slots_are_chosen():
@@ -323,14 +373,31 @@ def test_advice_scales_the_estimate_to_the_count_of_the_compiler():
   (nearest_fit,) = nearest.nearest(p, dataclasses.replace(defaults.room(p, where), scale=(1.0, 3.0)))
   assert nearest_fit.settings == {'rollout.slots': 64}
   needs = defaults.room(p, where).needs(p)
-  text = nearest.advice(p, where, 'generate', 3 * needs.sampling)
-  assert text.endswith(': --config.rollout.slots=64')
-  text = nearest.advice(p, where, 'update', 4 * needs.updating)
-  assert '--config.train.micro_batch_size=' in text and 'slots' not in text
-  assert nearest.of_plan(p, where, {'fits': True})['nearest'] == ''
-  rows = [dict(program=k, bytes_per_chip=dict(total=n)) for k, n in (('update', 1e9), ('generate', 3 * needs.sampling))]
-  text = nearest.of_plan(p, where, {'fits': False, 'programs': rows})['nearest']
-  assert text.endswith(': --config.rollout.slots=64')
+
+  def advice(program, needed):
+    return nearest.advice(nearest.counted(p, where, TooLargeError(program, needed, '')), where)
+
+  assert advice('generate', 3 * needs.sampling).endswith(': --config.rollout.slots=64')
+  assert '--config.train.micro_batch_size=' in advice('update', 4 * needs.updating)
+  assert 'slots' not in advice('update', 4 * needs.updating)
+
+
+def test_plan_chooses_again_where_the_compiler_counts_more(monkeypatch):
+  """The plan has the settings that fit, or else the nearest that do."""
+  open_slots, where = stage('grpo_gsm8k'), machine('A100')
+
+  def plan(p, options):
+    needs = defaults.room(dataclasses.replace(p, memory_scale=(1.0, 1.0)), where).needs(p)
+    total = dict(update=needs.updating, generate=3 * needs.sampling)
+    rows = [dict(program=name, bytes_per_chip=dict(total=size)) for name, size in total.items()]
+    return dict(fits=max(total.values()) < where.memory, programs=rows, slots=p.config.rollout.slots)
+
+  monkeypatch.setattr(auto.stage, 'plan', plan)
+  options = plan_stage.Options(where)
+  planned = auto.planned(open_slots, options)
+  assert planned['slots'] == 64 and planned['fits'] and planned['nearest'] == ''
+  planned = auto.planned(search.vary(open_slots, {'rollout.slots': 256}), options)
+  assert not planned['fits'] and planned['nearest'].endswith(': --config.rollout.slots=64')
 
 
 def test_meshes_are_compared_at_the_micro_batch_tokens_of_gpus_and_tpus():

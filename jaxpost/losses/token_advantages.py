@@ -13,7 +13,7 @@ from jaxpost.losses.reduce import same_shape
 def whiten(x: ArrayLike, mask: ArrayLike) -> np.ndarray:
   """(x - mean) / sqrt(var + 1e-8), over all entries of [N, C] in the mask; the variance is unbiased."""
   mask, x = masked_tokens('x, mask [N, C]', mask, x)
-  count = mask.sum()
+  count = int(mask.sum())
   mean = x.sum() / max(count, 1)
   variance = ((x - mean) ** 2 * mask).sum() / max(count - 1, 1)
   white = (x - mean) / np.sqrt(variance + 1e-8)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxpost.distributed.mesh import row_shards
-from jaxpost.errors import InputError
 from jaxpost.hardware import memory
 from jaxpost.losses import head_chunk
 from jaxpost.planning import cost, machines, traffic_bound
@@ -39,14 +38,6 @@ class Compiled:
   rows: list[dict]
 
 
-class TooLargeError(InputError):
-  """XLA for TPU refused to compile a program, because its temporaries of `needed` bytes exceed a device."""
-
-  def __init__(self, program: str, needed: int):
-    super().__init__(f'{program} does not fit: its temporaries alone take {needed / 2**30:.2f} GiB of a device')
-    self.program, self.needed = program, needed
-
-
 def compile_stage(prepared: PreparedStage, topology: machines.Topology, only: tuple[str, ...] = ()) -> Compiled:
   """Compiles the programs that a run of this stage compiles before its first step.
 
@@ -56,7 +47,7 @@ def compile_stage(prepared: PreparedStage, topology: machines.Topology, only: tu
     only: names of the programs to compile; (): all.
 
   Raises:
-    TooLargeError: XLA refuses a program that needs too much memory.
+    TooLargeError: XLA did not compile a program because it is too large, as for TPUs.
   """
   ledger = Ledger(dry=True, options=machines.compiler_options(topology), only=only)
   placed = place.place_stage(prepared, machines.devices(topology), ledger)
@@ -64,12 +55,7 @@ def compile_stage(prepared: PreparedStage, topology: machines.Topology, only: tu
   params = load_weights.described(placed.model, placed.train, placed.config.model.param_dtype)
   roles, _, engine = assemble.make_parts(placed, params)
   evaluator = assemble.make_evaluator(placed, engine)
-  try:
-    precompile.compile_all(placed, roles, engine, evaluator)
-  except jax.errors.JaxRuntimeError as error:
-    for program, needed in ledger.refused(error).items():
-      raise TooLargeError(program, needed) from error
-    raise
+  precompile.compile_all(placed, roles, engine, evaluator)
   return Compiled(placed, ledger.rows)
 
 

@@ -8,13 +8,17 @@ devices may get another mesh.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
 from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
-from jaxpost.planning import aot, defaults, dry_run, machines, meshes, nearest, search, stage
-from jaxpost.stage import batch_shape
+from jaxpost.planning import defaults, dry_run, machines, meshes, nearest, search, stage
+from jaxpost.planning.tables import gib
+from jaxpost.programs.compile import TooLargeError
+from jaxpost.stage import batch_shape, place
+from jaxpost.stage.place import PlacedStage
 from jaxpost.stage.records import PreparedStage
 
 AUTO = 'auto'
@@ -35,16 +39,53 @@ def resolve(prepared: list[PreparedStage], note: Callable[[str], None]) -> list[
       p = search.vary(p, coordination.broadcast(choose(without_data, machine, note)))
     p = defaults.fitted(p, machine, note)
     nearest.check_state(p, machine)
-    resolved.append(dataclasses.replace(p, check_fits=functools.partial(nearest.check_programs, p, machine)))
+    resolved.append(dataclasses.replace(p, choose_smaller=functools.partial(choose_smaller, machine, note)))
   return resolved
 
 
-def planned(p: PreparedStage, options: stage.Options) -> dict:
-  """Returns the plan of a stage with the nearest config that fits; if XLA refuses a program, InputError names it."""
-  try:
-    return nearest.of_plan(p, options.topology, stage.plan(p, options))
-  except aot.TooLargeError as e:
-    raise InputError(f'{p.name}: {e}; {nearest.advice(p, options.topology, e.program, e.needed)}') from e
+def choose_smaller(
+  machine: machines.Topology, note: Callable[[str], Any], placed: PlacedStage, error: TooLargeError
+) -> PlacedStage:
+  """Places a stage again, with smaller settings of fields that its config leaves open; InputError if none fit."""
+  smaller = _smaller(placed, machine, note, error)
+  return place.place_stage(smaller, ledger=dataclasses.replace(placed.ledger, rows=[], begun=[]))
+
+
+def _smaller(
+  p: PreparedStage, machine: machines.Topology, note: Callable[[str], Any], error: TooLargeError
+) -> PreparedStage:
+  p = nearest.counted(p, machine, error)
+  if smaller := nearest.smaller(p, machine, error, note):
+    return smaller
+  hint = nearest.advice(p, machine) or 'take config.model.remat=full, smaller micro-batches or more devices'
+  raise InputError(f'{p.name}: {error}; {hint}') from error
+
+
+def planned(p: PreparedStage, options: stage.Options, note: Callable[[str], Any] = str) -> dict:
+  """Returns the plan of a stage; its 'nearest' says what to change if it does not fit, and is '' if it does.
+
+  Like a run, it plans again with smaller settings of fields that the config leaves open if a program is too large.
+
+  Raises:
+    InputError: a program is so large that XLA does not compile it.
+  """
+  machine = options.topology
+  while True:
+    try:
+      plan = stage.plan(p, options)
+    except TooLargeError as error:
+      p = _smaller(p, machine, note, error)
+      continue
+    if plan['fits'] is not False:
+      return plan | {'nearest': ''}
+    worst = max(plan['programs'], key=lambda row: row['bytes_per_chip']['total'])
+    name, needed = worst['program'], worst['bytes_per_chip']['total']
+    error = TooLargeError(name, needed, f' of {gib(machine.memory)} a device')
+    p = nearest.counted(p, machine, error)
+    smaller = nearest.smaller(p, machine, error, note)
+    if not smaller:
+      return plan | {'nearest': nearest.advice(p, machine)}
+    p = smaller
 
 
 def choose(p: PreparedStage, topology: machines.Topology, note: Callable[[str], None]) -> dict[str, str]:
@@ -117,5 +158,5 @@ def _plan(p: PreparedStage, settings: dict, topology: machines.Topology, program
   # Each process compiles on its own, so this is not a collective.
   try:
     return stage.plan(search.vary(p, defaults.choose(p, topology)), stage.Options(topology, (program,)))
-  except aot.TooLargeError:
+  except TooLargeError:
     return {'fits': False}

@@ -1,7 +1,7 @@
 """Chooses fields that a config leaves open so that a step fits: remat, micro-batch size, slots of the sampler.
 
-This is arithmetic, which takes a second, for accelerators whose memory is known. The programs are compiled afterwards,
-and a run is refused before step 0 if XLA reports that they need more memory than there is.
+This is arithmetic, which takes a second, for accelerators whose memory is known. If XLA then finds that a compiled
+program needs more memory than there is, the estimate is scaled to it and smaller settings are chosen.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def room(p: PreparedStage, topology: Topology) -> Room | None:
   if not chip.flops:
     chip = dataclasses.replace(chip, **_UNKNOWN)
   machine = dataclasses.replace(topology, chip=chip)
-  return Room(machine, arithmetic.USABLE * topology.memory)
+  return Room(machine, arithmetic.USABLE * topology.memory, p.memory_scale)
 
 
 def fitted(p: PreparedStage, topology: Topology, note: Callable[[str], Any] = str) -> PreparedStage:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxpost.errors import InputError
@@ -19,10 +19,9 @@ from jaxpost.stage import checks, prepare
 from jaxpost.stage.batch_shape import row_length
 
 if TYPE_CHECKING:
-  import jax
-
   from jaxpost.planning.defaults import Room
   from jaxpost.planning.machines import Topology
+  from jaxpost.programs.compile import TooLargeError
   from jaxpost.stage.records import PreparedStage
 
 # Fields that do not change the result of a step -> values at which `defaults` chooses them, and the order in which sets
@@ -65,38 +64,48 @@ def check_state(p: PreparedStage, topology: Topology) -> None:
     )
 
 
-def check_programs(p: PreparedStage, topology: Topology, predicted: dict[str, int], device: jax.Device) -> None:
-  """Raises InputError if a program needs more memory than `device` has; `predicted` is from `memory.predict`."""
-  limit = (device.memory_stats() or {}).get('bytes_limit')
-  name = max(predicted, key=lambda k: (predicted[k], k != 'peak'))
-  if limit and predicted[name] > limit:
-    hint = advice(p, topology, name, predicted[name])
-    raise InputError(
-      f'{name} needs {predicted[name] / 2**30:.1f} GiB of memory, of which a device ({device.device_kind}) has '
-      f'{limit / 2**30:.1f}; ' + (hint or 'take config.model.remat=full, smaller micro-batches or more devices')
-    )
+def counted(p: PreparedStage, topology: Topology, error: TooLargeError) -> PreparedStage:
+  """Returns the stage with the `memory_scale` at which its settings do not fit, because XLA says so."""
+  limits = defaults.room(p, topology)
+  if not limits:
+    return p
+  needs = limits.needs(p, {} if p.config.model.remat in arithmetic.ESTIMATED else {'model.remat': 'dots'})
+  # XLA may have counted temporaries alone.
+  needed = max(error.needed, 1.01 * limits.usable)
+  updating, sampling = p.memory_scale
+  if error.program in memory.SAMPLING:
+    sampling *= max(1.0, needed / needs.sampling)
+  else:
+    updating *= max(1.0, needed / needs.updating)
+  return dataclasses.replace(p, memory_scale=(updating, sampling))
 
 
-def of_plan(p: PreparedStage, topology: Topology, plan: dict) -> dict:
-  """Returns the plan of a stage with `advice` as 'nearest', which is '' if all of its programs fit."""
-  if plan['fits'] is not False:
-    return plan | {'nearest': ''}
-  worst = max(plan['programs'], key=lambda row: row['bytes_per_chip']['total'])
-  return plan | {'nearest': advice(p, topology, worst['program'], worst['bytes_per_chip']['total'])}
+def smaller(
+  p: PreparedStage, topology: Topology, error: TooLargeError, note: Callable[[str], Any]
+) -> PreparedStage | None:
+  """Returns a stage of `counted` with other settings of the fields that its config leaves open; None if none fit.
+
+  note(text) prints a message.
+  """
+  notes: list[str] = []
+  again = defaults.fitted(_opened(p), topology, notes.append)
+  limits = defaults.room(again, topology)
+  if not limits or not limits.fits(again):
+    return None
+  for line in (f'{p.name}: {error}; smaller settings are chosen', *notes):
+    note(line)
+  return again
 
 
-def advice(p: PreparedStage, topology: Topology, program: str = '', needed: float = 0.0) -> str:
+def advice(p: PreparedStage, topology: Topology) -> str:
   """Returns what to change so that a stage fits, as command-line flags; '' if the memory is unknown.
 
   Args:
     p: the stage, with the defaults that were chosen for it.
-    program: a program whose memory, `needed` bytes, is known from XLA; '': none.
   """
   limits = defaults.room(p, topology)
   if not limits:
     return ''
-  if program:
-    limits = dataclasses.replace(limits, scale=_scale(p, limits, program, needed))
   proposals = nearest(p, limits)
   if not proposals:
     return f'nothing fits up to {2**_MORE_DEVICES} times as many devices; take a smaller model'
@@ -112,8 +121,7 @@ def advice(p: PreparedStage, topology: Topology, program: str = '', needed: floa
 
 def nearest(p: PreparedStage, limits: Room) -> list[Proposal]:
   """Returns the smallest change that fits and keeps a step's result, or else one change of each kind."""
-  defaults_open = _OPEN | {'rollout.offload': False}
-  opened = search.vary(p, {k: defaults_open[k] for k in p.by_memory})
+  opened = _opened(p)
   for settings in _same(opened, limits):
     if fitting := _fitting(opened, Proposal(settings), limits):
       return [fitting]
@@ -152,12 +160,10 @@ def _value(p: PreparedStage, key: str) -> Any:
   return vars(vars(p.config)[section])[field]
 
 
-def _scale(p: PreparedStage, limits: Room, program: str, needed: float) -> tuple[float, float]:
-  """Returns `Room.scale` for a program that needs `needed` bytes according to XLA."""
-  needs = limits.needs(p, {} if p.config.model.remat in arithmetic.ESTIMATED else {'model.remat': 'dots'})
-  if program in memory.SAMPLING:
-    return 1.0, max(1.0, needed / needs.sampling) if needs.sampling else 1.0
-  return max(1.0, needed / needs.updating), 1.0
+def _opened(p: PreparedStage) -> PreparedStage:
+  """Returns the stage before any of its settings was chosen to fit in memory."""
+  defaults_open = _OPEN | {'rollout.offload': False}
+  return search.vary(dataclasses.replace(p, by_memory={}), {k: defaults_open[k] for k in p.by_memory})
 
 
 def _same(p: PreparedStage, limits: Room) -> Iterator[dict[str, Any]]:

@@ -18,7 +18,7 @@ import rich.table
 from jaxpost.errors import InputError
 from jaxpost.monitor.program_table import console_table
 from jaxpost.planning import dry_run, machines, meshes, stage, tables
-from jaxpost.planning.aot import TooLargeError
+from jaxpost.programs.compile import TooLargeError
 
 if TYPE_CHECKING:
   from jaxpost.stage.records import PreparedStage

@@ -1,6 +1,5 @@
 """Ahead-of-time compiled programs, and the ledger of what was compiled."""
 
-import collections
 import contextlib
 import dataclasses
 import logging
@@ -13,7 +12,16 @@ from typing import Any
 import jax
 
 from jaxpost.distributed import coordination
+from jaxpost.errors import InputError
 from jaxpost.hardware import memory as memory_lib
+
+
+class TooLargeError(InputError):
+  """A program needs more memory, `needed` bytes, than a device has."""
+
+  def __init__(self, program: str, needed: int, than: str):
+    super().__init__(f'{program} needs {needed / 2**30:.1f} GiB of memory{than}')
+    self.program, self.needed, self.than = program, needed, than
 
 
 @dataclasses.dataclass
@@ -57,12 +65,6 @@ class Ledger:
     )
     if self.sealed:
       logging.warning('compiled %s for new shapes %s after the first step (%.1f s)', name, shapes, seconds)
-
-  def refused(self, error: Exception) -> dict[str, int]:
-    """Returns {program: bytes that it needs} if XLA refused to compile it for lack of memory (as on TPU), else {}."""
-    needed = re.search(r'RESOURCE_EXHAUSTED.*?(?:temporaries \(|Used )([\d.]+)G', str(error))
-    failed = collections.Counter(self.begun) - collections.Counter(row['program'] for row in self.rows)
-    return {name: int(float(needed[1]) * 2**30) for name in failed} if needed else {}
 
   def seal(self) -> None:
     """Ends the first step: compilations from now on log a warning."""
@@ -133,7 +135,12 @@ class Program:
       with self._ledger.begin(self.name):
         abstract = jax.tree.map(_abstract, args)
         jitted = jax.jit(self._fn, donate_argnums=self._donate, out_shardings=self._shardings(abstract))
-        compiled = jitted.lower(*abstract).compile(options(leaves, self._ledger.options))
+        try:
+          compiled = jitted.lower(*abstract).compile(options(leaves, self._ledger.options))
+        except jax.errors.JaxRuntimeError as error:  # XLA for TPUs compiles no program that is too large
+          if needed := re.search(r'RESOURCE_EXHAUSTED.*?(?:temporaries \(|Used )([\d.]+)G', str(error)):
+            raise TooLargeError(self.name, int(float(needed[1]) * 2**30), ' for temporaries alone') from error
+          raise
       flops = self._flops(*args) if self._flops else None
       seconds = time.perf_counter() - start
       self._ledger.add(self.name, args, seconds, compiled, flops, calls=self._calls_per_step, read=self._read)

@@ -20,6 +20,7 @@ from jaxpost.loop import Stage
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import program_table
 from jaxpost.programs import train as programs
+from jaxpost.programs.compile import TooLargeError
 from jaxpost.roles import Frozen, Policy, Roles, Trainable
 from jaxpost.stage import checks, load_weights, optim, precompile
 from jaxpost.storage.checkpoint import Checkpointer
@@ -45,7 +46,10 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
   """Makes the stage, compiled and ready to run from its first step.
 
   Args:
-    params: initial parameters in the layout `placed.train`; their buffers are donated to the first update.
+    params: initial parameters in the layout `placed.train`; their buffers are donated.
+
+  Raises:
+    TooLargeError: a program needs more memory than a device has.
   """
   inputs, config, model = placed.inputs, placed.config, placed.model
   workdir = epath.Path(workdir)
@@ -63,13 +67,14 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
       inputs.algorithm.check_first_step(metrics, config)
 
   evaluate = make_evaluator(placed, engine)
+  too_large = None
   try:
     memory_usage = precompile.compile_all(placed, roles, engine, evaluate)
-  except jax.errors.JaxRuntimeError as error:
-    if placed.check_fits and (needed := placed.ledger.refused(error)):
-      placed.check_fits(needed, jax.local_devices()[0])
-    raise
-  coordination.all_gather('compiled')  # so that a process slow to compile does not time out the first collective
+  except TooLargeError as error:
+    too_large = vars(error)
+  # All processes raise the same. This also keeps one that compiles slowly from timing out the first collective.
+  for refusal in filter(None, coordination.all_gather(too_large)):
+    raise TooLargeError(**refusal)
   placed.timer.begin(workdir / 'timeline' / f'{placed.name}.json', log.timeline_steps)
   return Stage(
     name=placed.name,

@@ -103,6 +103,7 @@ def place_stage(
   """Places a stage on devices.
 
   Args:
+    prepared: a stage; if it has been placed before, with other settings, this is ignored.
     devices: the devices of a topology description, for a plan; None for all devices of this run.
     ledger: None for a new one; the ledger of a plan makes no arrays (`dry`).
   """
@@ -133,7 +134,7 @@ def place_stage(
 
     compute = kernel_uses.verified(compute, prepared, layouts, platform, ledger.dry)
   return PlacedStage(
-    **vars(prepared),
+    **{field.name: getattr(prepared, field.name) for field in dataclasses.fields(PreparedStage)},
     **layouts,
     compute=compute,
     objectives=_objectives(inputs),

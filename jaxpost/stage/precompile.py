@@ -15,6 +15,8 @@ import numpy as np
 
 from jaxpost.errors import InputError
 from jaxpost.hardware import memory
+from jaxpost.models import transformer
+from jaxpost.programs.compile import TooLargeError
 from jaxpost.roles import Roles, without_signal
 from jaxpost.stage.records import has_branches
 from jaxpost.types import Batch
@@ -60,16 +62,29 @@ def memory_of(placed: PlacedStage, roles: Roles, engine: NativeEngine | None, ev
       overlap=ahead,
       preserved=memory.size(preserved, device),
     )
-    if placed.check_fits:
-      placed.check_fits(predicted, (mesh.local_devices or jax.local_devices())[0])
+    if not placed.ledger.dry:
+      check_fits(predicted, (mesh.local_devices or jax.local_devices())[0])
     max_bytes |= {name: max(size, max_bytes.get(name, 0)) for name, size in predicted.items()}
   return memory.Memory(max_bytes)
+
+
+def check_fits(predicted: dict[str, int], device: jax.Device) -> None:
+  """Raises TooLargeError if a program needs more memory than the device has; `predicted` is from `memory.predict`."""
+  limit = (device.memory_stats() or {}).get('bytes_limit')  # CPUs have none
+  name = max(predicted, key=predicted.__getitem__)
+  if limit and predicted[name] > limit:
+    has = f', of which a device ({device.device_kind}) has {limit / 2**30:.1f}'
+    raise TooLargeError(name, predicted[name], has)
 
 
 def compile_all(
   placed: PlacedStage, roles: Roles, engine: NativeEngine | None, evaluator: Evaluator | None
 ) -> memory.Memory:
-  """Compiles every program of a stage, two at a time; returns the memory that they need."""
+  """Compiles every program of a stage, two at a time; returns the memory that they need.
+
+  Raises:
+    TooLargeError: a program needs more memory than a device of this run has, or than XLA compiles for.
+  """
   algorithm, policy = placed.algorithm, roles.policy
   update, update_rows, step_rows = _batches(placed, roles)
   jobs: list[Callable[[], Any]] = []
@@ -92,6 +107,24 @@ def compile_all(
   run_jobs(jobs)
   run_jobs(later)
   return memory_of(placed, roles, engine, bool(evaluator and evaluator.sampled))
+
+
+def plan_entry(placed: PlacedStage, memory_usage: memory.Memory) -> dict:
+  """Returns the entry of plan.json for a compiled stage."""
+  cfg = placed.model.config
+  return dict(
+    stage=placed.name,
+    devices=jax.device_count(),
+    device_kind=jax.devices()[0].device_kind,
+    processes=jax.process_count(),
+    family=cfg.family,
+    parameters=transformer.num_params(cfg),
+    mesh={'train': dict(placed.train.mesh.shape), 'rollout': dict(placed.rollout.mesh.shape)},
+    tokens_per_step=placed.shape.rows * placed.shape.row_length,
+    programs=placed.ledger.rows,
+    memory=memory_usage.predicted,  # {program: peak bytes in use on a device while it runs}
+    choices=placed.choices,  # {config field or 'experts': the value that is used, and the reason}
+  )
 
 
 def run_jobs(jobs: Sequence[Callable[[], Any]]) -> None:

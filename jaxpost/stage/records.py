@@ -23,8 +23,6 @@ from typing import TYPE_CHECKING
 from etils import epath
 
 if TYPE_CHECKING:
-  import jax
-
   from jaxpost.algorithms.base import Algorithm
   from jaxpost.data.examples import Documents
   from jaxpost.data.loader import PackedStream
@@ -35,8 +33,10 @@ if TYPE_CHECKING:
   from jaxpost.environments.pool import EnvironmentPool
   from jaxpost.models.config import ModelConfig
   from jaxpost.models.model import Model
+  from jaxpost.programs.compile import TooLargeError
   from jaxpost.rewards.pool import RewardPool
   from jaxpost.stage.config import Config
+  from jaxpost.stage.place import PlacedStage
   from jaxpost.stage.schema import ModelSection
   from jaxpost.types import Batch, Prompt
 
@@ -161,15 +161,17 @@ class PreparedStage:
   """Everything about a stage that needs no device.
 
   by_memory: {'section.field': reason} of the config fields that were left open and then chosen to fit device memory.
-  check_fits: (bytes of `memory.predict`, device) -> None; InputError if they do not fit. None for a plan, which
-    only reports it.
+  memory_scale: memory by XLA / by arithmetic, of an update and of sampling, where a program was too large by XLA.
+  choose_smaller: (the placed stage, error) -> one with smaller settings of fields that were left open; raises
+    InputError if there are none. None: a program that is too large ends the run.
   """
 
   inputs: Inputs
   data: Data = Data()
   workers: Workers = Workers()
   by_memory: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  check_fits: Callable[[dict[str, int], jax.Device], None] | None = None
+  memory_scale: tuple[float, float] = (1.0, 1.0)
+  choose_smaller: Callable[[PlacedStage, TooLargeError], PlacedStage] | None = None
 
   @property
   def name(self) -> str:
