@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterable
 
 from absl import app, flags
+from absl import logging as absl_logging
 
 from jaxpost import errors
 from jaxpost.distributed import watchdog
@@ -47,6 +48,7 @@ def run(main: Callable, argv: list[str] | None = None, words: int = 0):
     words: largest number of arguments that are not flags.
   """
   open_standard_streams()
+  absl_logging.get_absl_handler().setFormatter(_PlainLines())
   silence_orbax()
   watchdog.forget_reason()
   try:
@@ -66,6 +68,13 @@ def run(main: Callable, argv: list[str] | None = None, words: int = 0):
       raise
     message = f'{str(error).splitlines()[0]:.200} {_TOO_LARGE}'
     sys.exit(watchdog.print_reason(message, errors.InputError.exit_code, sys.stderr))
+
+
+class _PlainLines(logging.Formatter):
+  """Lets logged warnings look like those that commands print: `warning: text`."""
+
+  def format(self, record: logging.LogRecord) -> str:
+    return f'{record.levelname.lower()}: {super().format(record)}'
 
 
 def silence_orbax() -> None:

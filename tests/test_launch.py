@@ -485,6 +485,12 @@ def test_ctrl_c_prints_no_traceback():
   assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, '', 'interrupted\n')
 
 
+def test_logged_warnings_look_like_those_that_commands_print():
+  script = 'import logging\nfrom launch import exits\nexits.run(lambda argv: logging.warning("%d rows", 3), ["x"])'
+  result = subprocess.run([sys.executable, '-c', script], capture_output=True, text=True, cwd=CLONE)
+  assert (result.returncode, result.stderr) == (0, 'warning: 3 rows\n')
+
+
 def test_help_into_a_closed_pipe_exits_silently():
   """The reader of the pipe has ended, as in `| head`."""
   read_end, write_end = os.pipe()

@@ -228,7 +228,7 @@ def test_run_chooses_settings_by_memory_and_refuses_what_cannot_fit(monkeypatch,
   # So are programs so large that the compiler fails.
   monkeypatch.setattr(precompile, 'check_fits', lambda predicted, device: None)
   fail_to_compile(monkeypatch, NOT_COMPILED)
-  with pytest.raises(InputError, match='grpo: update needs 17.2 GiB of memory for temporaries alone; '):
+  with pytest.raises(InputError, match='grpo: update needs 17.2 GiB of memory, more than XLA compiles for; '):
     jaxpost.run(config, tmp_path / 'run3')
 
 
@@ -323,10 +323,10 @@ def test_plan_of_a_program_that_xla_cannot_compile_names_the_nearest_settings_th
   where = machines.parse('v5e:1x1')
   p = defaults.fitted(stage('sft_gsm8k', model__dtype='bfloat16'), where)
   options = plan_stage.Options(where, ('update',))
-  with pytest.raises(TooLargeError, match='update needs 17.2 GiB of memory for temporaries alone') as error:
+  with pytest.raises(TooLargeError, match='update needs 17.2 GiB of memory, more than XLA compiles for') as error:
     plan_stage.plan(p, options)
   assert (error.value.program, error.value.needed) == ('update', int(17.23 * GIB))
-  with pytest.raises(InputError, match=r'temporaries alone; the nearest that fits, by arithmetic: --config\.'):
+  with pytest.raises(InputError, match=r'XLA compiles for; the nearest that fits, by arithmetic: --config\.'):
     auto.planned(p, options)
   assert auto._plan(p, {}, where, 'update') == {'fits': False}
   fail_to_compile(monkeypatch, 'INTERNAL: another error')

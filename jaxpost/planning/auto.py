@@ -80,9 +80,9 @@ def planned(p: PreparedStage, options: stage.Options, note: Callable[[str], Any]
       return plan | {'nearest': ''}
     worst = max(plan['programs'], key=lambda row: row['bytes_per_chip']['total'])
     name, needed = worst['program'], worst['bytes_per_chip']['total']
-    error = TooLargeError(name, needed, f' of {gib(machine.memory)} a device')
-    p = nearest.counted(p, machine, error)
-    smaller = nearest.smaller(p, machine, error, note)
+    too_large = TooLargeError(name, needed, f' of {gib(machine.memory)} a device')
+    p = nearest.counted(p, machine, too_large)
+    smaller = nearest.smaller(p, machine, too_large, note)
     if not smaller:
       return plan | {'nearest': nearest.advice(p, machine)}
     p = smaller

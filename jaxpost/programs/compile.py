@@ -139,7 +139,7 @@ class Program:
           compiled = jitted.lower(*abstract).compile(options(leaves, self._ledger.options))
         except jax.errors.JaxRuntimeError as error:  # XLA for TPUs compiles no program that is too large
           if needed := re.search(r'RESOURCE_EXHAUSTED.*?(?:temporaries \(|Used )([\d.]+)G', str(error)):
-            raise TooLargeError(self.name, int(float(needed[1]) * 2**30), ' for temporaries alone') from error
+            raise TooLargeError(self.name, int(float(needed[1]) * 2**30), ', more than XLA compiles for') from error
           raise
       flops = self._flops(*args) if self._flops else None
       seconds = time.perf_counter() - start
