@@ -79,16 +79,16 @@ OPTIONS = {
   'jaxpost.models.scaled': 'rollout.weights',
   'jaxpost.models.shared_weights': 'rollout.share_base',
   'jaxpost.losses.importance': 'rl.importance',
+  'jaxpost.hardware.gpu_options': 'train.deterministic',  # only on GPUs
   'jaxpost.hardware.kernel_check': 'model.attention',
   'jaxpost.losses.sampling_mask': 'rl.sampling_mask',
   'jaxpost.monitor.host_health': 'mesh.train',  # of several processes
   'jaxpost.monitor.profile': 'log.profile_from',
   'jaxpost.monitor.trackers': 'log.trackers',
-  'jaxpost.programs.convert': 'model.quantize',
   'jaxpost.programs.extend': 'environment',  # only with several turns
   'jaxpost.programs.multi_token': 'nll.mtp_weight',
   'jaxpost.programs.noise': 'nll.neftune_alpha',
-  'jaxpost.programs.write_pieces': 'model.path',
+  'jaxpost.programs.weight_files': 'model.path',
   'jaxpost.programs.topk': 'distill.top_k',
   'jaxpost.programs.pages': 'rollout.page_size',
   'jaxpost.programs.score': 'rl.kl_coef',

@@ -23,12 +23,12 @@ import tiny
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxpost.distributed.mesh import AXES, Layout
-from jaxpost.hardware import host, probe
+from jaxpost.hardware import gpu_options, host
 from jaxpost.models import model as model_lib
 from jaxpost.models import moe
 from jaxpost.models.config import Experts
 from jaxpost.planning import arithmetic, defaults, dry_run, machines
-from jaxpost.programs.compile import GATHER_OPTIONS, GPU_OPTIONS, options
+from jaxpost.programs.compile import options
 from jaxpost.stage import prepare
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
@@ -124,14 +124,14 @@ def test_gpu_programs_get_compiler_options_unless_xla_flags_set_them(monkeypatch
     return [types.SimpleNamespace(sharding=types.SimpleNamespace(device_set=[types.SimpleNamespace(platform=kind)]))]
 
   assert options(arguments_on('cpu')) is None and options([]) is None
-  assert options(arguments_on('gpu'), {'x': 1}) == GPU_OPTIONS | {'x': 1}
+  assert options(arguments_on('gpu'), {'x': 1}) == gpu_options.PROGRAM_OPTIONS | {'x': 1}
   split = arguments_on('gpu')
-  for fsdp, fsdp_options in ((1, {}), (8, GATHER_OPTIONS)):
+  for fsdp, fsdp_options in ((1, {}), (8, gpu_options.GATHER_OPTIONS)):
     split[0].sharding.mesh = types.SimpleNamespace(shape=dict(data=1, fsdp=fsdp))
-    assert options(split) == GPU_OPTIONS | fsdp_options
+    assert options(split) == gpu_options.PROGRAM_OPTIONS | fsdp_options
   name = 'xla_gpu_enable_latency_hiding_scheduler'
   monkeypatch.setenv('XLA_FLAGS', f'--{name}=false')
-  assert GPU_OPTIONS.keys() - options(arguments_on('gpu')) == {name}
+  assert gpu_options.PROGRAM_OPTIONS.keys() - options(arguments_on('gpu')) == {name}
 
 
 @pytest.mark.parametrize('reduce_dtype, sent', [('float32', 'f32'), ('bfloat16', 'bf16')])
@@ -177,31 +177,32 @@ def test_expert_gradients_are_scattered_over_fsdp_in_the_configured_dtype(reduce
 
 
 def test_unknown_compiler_option_is_left_out_with_a_warning(caplog):
-  left_out = probe.refused_options((('xla_gpu_no_such_thing', True), *GPU_OPTIONS.items()))
+  left_out = gpu_options.refused((('xla_gpu_no_such_thing', True), *gpu_options.PROGRAM_OPTIONS.items()))
   assert left_out == {'xla_gpu_no_such_thing': None}
   (warning,) = [r.getMessage() for r in caplog.records]
   assert 'compiler option xla_gpu_no_such_thing is left out: ' in warning
   gpu = types.SimpleNamespace(sharding=types.SimpleNamespace(device_set=[types.SimpleNamespace(platform='gpu')]))
-  name = next(iter(GPU_OPTIONS))
-  assert options([gpu], {name: None, 'x': 1}) == {k: v for k, v in GPU_OPTIONS.items() if k != name} | {'x': 1}
+  name = next(iter(gpu_options.PROGRAM_OPTIONS))
+  assert options([gpu], {name: None, 'x': 1}) == {k: v for k, v in gpu_options.PROGRAM_OPTIONS.items() if k != name} | {
+    'x': 1
+  }
 
 
 def test_compiler_options_of_a_run_by_hosts_and_determinism(monkeypatch):
-  assert probe.run_options(GPU_OPTIONS, False) == {}
-  assert probe.run_options({'xla_gpu_no_such_thing': 1}, True) == {
-    **probe.DETERMINISTIC_OPTIONS,
-    'xla_gpu_no_such_thing': None,
-  }
-  monkeypatch.setattr(probe.coordination, 'process_count', lambda: 2)
-  assert probe.run_options(GPU_OPTIONS, False) == probe.HOSTS_OPTIONS
+  assert gpu_options.of_run(False) == {}
+  monkeypatch.setattr(gpu_options, 'PROGRAM_OPTIONS', {'xla_gpu_no_such_thing': 1})
+  assert gpu_options.of_run(True) == {**gpu_options.DETERMINISTIC_OPTIONS, 'xla_gpu_no_such_thing': None}
+  monkeypatch.undo()
+  monkeypatch.setattr(gpu_options.coordination, 'process_count', lambda: 2)
+  assert gpu_options.of_run(False) == gpu_options.HOSTS_OPTIONS
   monkeypatch.setenv('XLA_FLAGS', '--xla_gpu_shard_autotuning=true')
-  assert probe.run_options(GPU_OPTIONS, False) == {}
+  assert gpu_options.of_run(False) == {}
 
 
 def test_installed_compiler_knows_all_options():
   """On GPUs, an unknown option would end the run at its first program."""
   lowered = jax.jit(lambda x: x + 1).lower(1.0)
-  lowered.compile(GPU_OPTIONS | GATHER_OPTIONS | probe.HOSTS_OPTIONS | probe.DETERMINISTIC_OPTIONS)
+  lowered.compile(gpu_options.OPTIONS)
   with pytest.raises(jax.errors.JaxRuntimeError, match='No such compile opt'):
     lowered.compile({'xla_gpu_no_such_thing': True})
 

@@ -15,7 +15,7 @@ import tiny
 from jaxpost.errors import InputError
 from jaxpost.formats import config_export, config_json, hf, hf_export, tensor_reader
 from jaxpost.models import model as model_lib
-from jaxpost.programs import write_pieces
+from jaxpost.programs import weight_files
 
 TOLERANCE = 3e-5  # of the largest logit, in float32
 # Values that differ from the defaults of a config, so that an ignored field changes the logits.
@@ -538,7 +538,7 @@ def test_loading_keeps_a_piece_on_the_host(large, monkeypatch, dtype):
 
   def write(x, piece, start, *sharding, **options):
     live_bytes.append(sum(x.nbytes for x in jax.live_arrays()))
-    out = write_pieces.write(x, piece, start, *sharding, **options)
+    out = weight_files.write_piece(x, piece, start, *sharding, **options)
     assert x is None or x.is_deleted()
     written.append(piece.nbytes)
     return out

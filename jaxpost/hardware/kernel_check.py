@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
-from jaxpost.hardware import probe
+from jaxpost.hardware import gpu_options, probe
 from jaxpost.matmul import Compute
 from jaxpost.models import attention_kernels, attention_xla
 from jaxpost.models.config import CustomConfig
@@ -170,7 +170,7 @@ def judge(find_errors: Callable[[], dict[str, float]]) -> str:
 def compiler_options() -> dict[str, Any]:
   """Returns XLA options without autotuning, which takes half a minute for the reference of each shape on an H200."""
   options = _GPU_OPTIONS if jax.default_backend() == 'gpu' else {}
-  return {k: v for k, v in options.items() if k not in probe.refused_options(tuple(options.items()))}
+  return {k: v for k, v in options.items() if k not in gpu_options.refused(tuple(options.items()))}
 
 
 def _packed_rows(work: AttentionShape, count: int) -> attention_xla.PackedRows:

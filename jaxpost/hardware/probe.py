@@ -1,8 +1,7 @@
-"""Measures matmul speed, asks the compiler for the options that it supports, and caches results of measurements."""
+"""Measures matmul speed, and caches results of measurements."""
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import math
@@ -11,7 +10,7 @@ import pathlib
 import platform
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -86,51 +85,6 @@ def matmul_type(cache: str | os.PathLike[str] | None = None) -> tuple[str, str]:
   faster = rates['bfloat16'] > _GAIN * rates['float32']
   why = 'GFLOP/s: ' + ', '.join(f'{name} {rate:g}' for name, rate in rates.items())
   return 'bfloat16' if faster else 'float32', why
-
-
-def try_options(device: jax.Device, options: dict[str, Any]) -> dict[str, str]:
-  """Returns {option: '' if the compiler of a device accepts its value, otherwise the compiler's message}."""
-  shape = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device))
-  lowered = jax.jit(lambda x: x + 1).lower(shape)
-  out = {}
-  for name, value in options.items():
-    try:
-      lowered.compile({name: value})
-      out[name] = ''
-    except jax.errors.JaxRuntimeError as e:
-      out[name] = str(e).partition('\n')[0]
-  return out
-
-
-# Hosts that compile a program would share its autotuning, and wait for a host that has the program in its cache.
-HOSTS_OPTIONS = {'xla_gpu_shard_autotuning': False}
-DETERMINISTIC_OPTIONS = {'xla_gpu_deterministic_ops': True}
-
-
-def run_options(by_program: dict[str, Any], deterministic: bool) -> dict[str, Any]:
-  """Returns the compiler options of all programs of a run on GPUs; None for options that the compiler refuses.
-
-  Args:
-    by_program: the options that `programs.compile.options` chooses; of these, only refused ones are returned.
-    deterministic: `config.train.deterministic`.
-  """
-  flags = os.environ.get('XLA_FLAGS', '')
-  options = HOSTS_OPTIONS if coordination.process_count() > 1 else {}
-  options = options | (DETERMINISTIC_OPTIONS if deterministic else {})
-  options = {name: value for name, value in options.items() if name not in flags}
-  return options | refused_options(tuple((by_program | options).items()))
-
-
-@functools.cache
-def refused_options(options: tuple[tuple[str, Any], ...]) -> dict[str, None]:
-  """Returns {option: None} for each of the (option, value) pairs that the compiler refuses, and warns about it.
-
-  It asks a device of this process, even about the devices of a plan, as the names are the same on all platforms.
-  """
-  refused = {name: message for name, message in try_options(jax.local_devices()[0], dict(options)).items() if message}
-  for name, message in refused.items():
-    logging.warning('jax %s: compiler option %s is left out: %s', jax.__version__, name, message)
-  return dict.fromkeys(refused)
 
 
 def cache_file(name: str) -> pathlib.Path:

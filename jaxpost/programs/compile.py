@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import logging
-import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -69,21 +68,6 @@ class Ledger:
   def seal(self) -> None:
     """Ends the first step: compilations from now on log a warning."""
     self.sealed = True
-
-
-# Collectives overlap with products, and those of a layer are combined. Options that XLA_FLAGS names are not set.
-GPU_OPTIONS = {
-  'xla_gpu_enable_latency_hiding_scheduler': True,
-  'xla_gpu_all_gather_combine_threshold_bytes': 128 << 20,
-  'xla_gpu_reduce_scatter_combine_threshold_bytes': 128 << 20,
-  'xla_gpu_all_reduce_combine_threshold_bytes': 128 << 20,
-}
-# A layer whose weights are split over `fsdp` is gathered while the one before it computes. Loops are unrolled.
-GATHER_OPTIONS = {'xla_gpu_enable_while_loop_double_buffering': True}
-if jax.__version_info__ < (0, 11):
-  GATHER_OPTIONS['xla_gpu_enable_pipelined_all_gather'] = True
-else:
-  GATHER_OPTIONS['xla_gpu_pipeline_all_gather'] = 'COLLECTIVE_PIPELINING_MODE_ON'
 
 
 class Program:
@@ -168,16 +152,14 @@ class Program:
     return self._out(jax.eval_shape(self._fn, *abstract)) if callable(self._out) else self._out
 
 
-def options(arguments: Sequence[Any], more: dict | None = None) -> dict | None:
-  """Returns compiler options for the devices of these arrays; XLA_FLAGS and `more` (None: left out) override them."""
-  devices = (d for x in arguments for d in x.sharding.device_set)
-  defaults = {}
-  if getattr(next(devices, None), 'platform', '') == 'gpu':
-    flags = os.environ.get('XLA_FLAGS', '')
-    gathers = any(getattr(x.sharding, 'mesh', None) and x.sharding.mesh.shape.get('fsdp', 1) > 1 for x in arguments)
-    defaults = GPU_OPTIONS | (GATHER_OPTIONS if gathers else {})
-    defaults = {name: value for name, value in defaults.items() if name not in flags}
-  return {name: value for name, value in (defaults | (more or {})).items() if value is not None} or None
+def options(arguments: Sequence[Any], of_run: dict | None = None) -> dict | None:
+  """Returns the compiler options of a program for the devices of its arguments; `of_run` are those of all programs."""
+  device = next((d for x in arguments for d in x.sharding.device_set), None)
+  if getattr(device, 'platform', '') != 'gpu':
+    return of_run
+  from jaxpost.hardware import gpu_options
+
+  return gpu_options.of_program(arguments, of_run or {})
 
 
 def _abstract(x):

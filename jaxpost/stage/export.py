@@ -63,9 +63,9 @@ def export(inputs: Inputs, folder: epath.PathLike, params: dict) -> None:
   merge = model.merge  # not jitted: fused operations would round differently
   if model.quantized:
     from jaxpost.models import quantization
-    from jaxpost.programs import convert
+    from jaxpost.programs import weight_files
 
-    merge = convert.after(functools.partial(quantization.convert_params, model=model.base), merge)
+    merge = weight_files.after(functools.partial(quantization.convert_params, model=model.base), merge)
   origin = None
   if section.path:  # there is a folder to copy the other parts from
     from jaxpost.stage import model_folders

@@ -13,7 +13,7 @@ from jaxpost.distributed import coordination, transfer
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.models.parameters import join
-from jaxpost.programs import score, write_pieces
+from jaxpost.programs import score, weight_files
 from jaxpost.roles import Frozen, place
 from jaxpost.stage import checks, load_weights, weight_sources
 
@@ -137,7 +137,7 @@ def load_adapter(source: Source, model: Model, layout: Layout, ledger: Ledger | 
     return load_weights.described(part, layout, 'float32')
   from jaxpost.formats import peft
 
-  return peft.load(source.folder, model, part.shardings(layout), write_pieces.write)
+  return peft.load(source.folder, model, part.shardings(layout), weight_files.write_piece)
 
 
 def teacher_heads(placed: PlacedStage, teachers: Sequence[Frozen]) -> tuple[jax.Array, ...]:

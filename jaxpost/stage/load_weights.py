@@ -71,15 +71,17 @@ def _load_without_base(
     return keep(read_checkpoint(folder, source.step, plain, layout, dtype, partial=source.base is not None))
   if source.base is not None:
     from jaxpost.formats import peft
-    from jaxpost.programs import write_pieces
+    from jaxpost.programs import weight_files
 
-    return peft.load(source.folder, model, shardings, write_pieces.write)
+    return peft.load(source.folder, model, shardings, weight_files.write_piece)
   if source.folder is not None:  # tensor by tensor: `keep` quantizes each before the next is read
     from jaxpost.formats import hf
-    from jaxpost.programs import write_pieces
+    from jaxpost.programs import weight_files
 
     stored_shardings = plain.shardings(layout)
-    return hf.load_params(source.folder, plain, stored_shardings, jnp.dtype(dtype), keep, write=write_pieces.write)
+    return hf.load_params(
+      source.folder, plain, stored_shardings, jnp.dtype(dtype), keep, write=weight_files.write_piece
+    )
   return programs.random_params(model, seed, jnp.dtype(dtype), shardings, ledger or Ledger())
 
 

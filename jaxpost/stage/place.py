@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from jaxpost.distributed import phases
 from jaxpost.matmul import Compute, compute_for
 from jaxpost.monitor.timeline import Timeline
-from jaxpost.programs.compile import GATHER_OPTIONS, GPU_OPTIONS, Ledger
+from jaxpost.programs.compile import Ledger
 from jaxpost.stage import batch_shape, checks
 from jaxpost.stage.batch_shape import BatchShape
 from jaxpost.stage.records import Inputs, PreparedStage, has_branches
@@ -124,10 +124,9 @@ def place_stage(
     memory = getattr(chips.of_kind(device.device_kind), 'memory', 0.0)
     triton = not chips.before_ampere(device)
   if platform == 'gpu':
-    from jaxpost.hardware import probe
+    from jaxpost.hardware import gpu_options
 
-    options = probe.run_options(GPU_OPTIONS | GATHER_OPTIONS, config.train.deterministic)
-    ledger.options = options | (ledger.options or {})
+    ledger.options = gpu_options.of_run(config.train.deterministic) | (ledger.options or {})
   compute = compute_for(platform, config.model.dtype, config.model.remat, config.model.attention, memory, triton=triton)
   if compute.uses_kernel or compute.grouped_kernel:
     from jaxpost.stage import kernel_uses

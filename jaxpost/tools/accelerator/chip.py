@@ -10,10 +10,9 @@ from typing import Any
 
 import jax
 
-from jaxpost.hardware import chips, grouped_check, kernel_check, memory_rate, probe
+from jaxpost.hardware import chips, gpu_options, grouped_check, kernel_check, memory_rate, probe
 from jaxpost.matmul import compute_for
 from jaxpost.models import attention_kernels, presets
-from jaxpost.programs.compile import GATHER_OPTIONS, GPU_OPTIONS
 
 _PACKAGES = ('jax', 'jaxlib', 'libtpu', 'flax', 'optax', 'numpy')
 _PLUGINS = ('jax-cuda13-plugin', 'jax-cuda12-plugin', 'nvidia-cudnn-cu13', 'nvidia-cudnn-cu12', 'nvidia-nccl-cu13')
@@ -72,8 +71,7 @@ def rates(size: int) -> dict[str, Any]:
 
 def compiler_options() -> dict[str, Any]:
   """Returns which options of runs this compiler knows, and the reason if it does not know one."""
-  options = GPU_OPTIONS | GATHER_OPTIONS | probe.HOSTS_OPTIONS | probe.DETERMINISTIC_OPTIONS
-  return dict(options=probe.try_options(jax.devices()[0], options))
+  return dict(options=gpu_options.try_options(jax.devices()[0], gpu_options.OPTIONS))
 
 
 def kernels(kernel_length: int) -> dict[str, Any]:
