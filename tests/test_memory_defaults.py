@@ -18,7 +18,7 @@ from jaxpost.hardware.chips import CHIPS, Chip
 from jaxpost.matmul import compute_for
 from jaxpost.planning import arithmetic, auto, defaults, dry_run, machines, nearest, search
 from jaxpost.planning import stage as plan_stage
-from jaxpost.programs.compile import TooLargeError
+from jaxpost.programs.compile import Ledger, Program, TooLargeError
 from jaxpost.stage import batch_shape, precompile, prepare
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
@@ -221,13 +221,13 @@ def test_run_chooses_settings_by_memory_and_refuses_what_cannot_fit(monkeypatch,
   # Other needs are refused once the compiler has counted them.
   monkeypatch.setattr(machines, 'here', lambda devices: where)
   check = precompile.check_fits
-  monkeypatch.setattr(precompile, 'check_fits', lambda predicted, device: check(predicted, Device(2**12)))
+  monkeypatch.setattr(precompile, 'check_fits', lambda *_: check({'update': 2**50}, Device(2**20)))
   with pytest.raises(InputError, match=r'grpo: .* needs .* GiB of memory, of which a device \(small\) has 0.0; '):
     jaxpost.run(config, tmp_path / 'run2')
   assert not (tmp_path / 'run2/metrics.jsonl').exists()
   # So are programs so large that the compiler fails.
   monkeypatch.setattr(precompile, 'check_fits', lambda predicted, device: None)
-  fail_to_compile(monkeypatch, NOT_COMPILED)
+  refuse_update(monkeypatch, int(17.23 * GIB))
   with pytest.raises(InputError, match='grpo: update needs 17.2 GiB of memory, more than XLA compiles for; '):
     jaxpost.run(config, tmp_path / 'run3')
 
@@ -291,47 +291,58 @@ def test_programs_that_do_not_fit_are_refused_with_the_nearest_settings_that_do(
     auto._smaller(p, machine('A100', memory=0.0), str, too_large)
 
 
-def test_settings_are_chosen_again_by_what_the_compiler_counts_until_nothing_is_left():
+def test_settings_are_chosen_again_by_what_the_compiler_counts():
   """Each choice needs less than the one before it, and what one program needed is known while another is too large."""
-  p, where, seen = stage('grpo_gsm8k'), machine('A100'), []
-  notes = []
-  with pytest.raises(InputError, match='generate needs 0.0 GiB of memory, which is too much; '):
-    for program in ('generate', 'update', 'generate', 'update', *['generate'] * 20):
-      p = auto._smaller(p, where, notes.append, TooLargeError(program, 0, ', which is too much'))
-      seen.append(needed(dataclasses.replace(p, memory_scale=(1.0, 1.0)), where, {}))
-  updating, sampling = zip(*seen, strict=True)
-  assert list(sampling) == sorted(sampling, reverse=True) and len(set(sampling)) == len(seen) - 2 == len(notes) / 2 - 2
-  assert list(updating) == sorted(updating, reverse=True) and len(set(updating)) == 3
+  p, where = stage('grpo_gsm8k'), machine('A100')
+  (updating, sampling), notes = needed(p, where, {}), []
+  for program in ('generate', 'update', 'generate', 'update'):
+    p = auto._smaller(p, where, notes.append, TooLargeError(program, 0, ', which is too much'))
+    before = updating, sampling
+    updating, sampling = needed(dataclasses.replace(p, memory_scale=(1.0, 1.0)), where, {})
+    assert (updating < before[0], sampling < before[1]) == (program == 'update', program == 'generate')
+  assert len(notes) == 8
+  assert notes[0] == 'grpo: generate needs 0.0 GiB of memory, which is too much; smaller settings are chosen'
 
 
-def fail_to_compile(monkeypatch, error, program='update'):
-  """Makes XLA fail for one program."""
-  compile_other = jax.stages.Lowered.compile
+def refuse_update(monkeypatch, needed):
+  """Lets the compiler refuse updates, as that for TPUs does if they need too much memory."""
+  compile_any = Program.compile
 
-  def compile_all_but_one(lowered, *args):
-    if f'module @jit_{program} ' in lowered.as_text()[:100]:
-      raise jax.errors.JaxRuntimeError(error)
-    return compile_other(lowered, *args)
+  def compile_others(program, *args):
+    if program.name == 'update':
+      raise TooLargeError('update', needed, ', more than XLA compiles for')
+    return compile_any(program, *args)
 
-  monkeypatch.setattr(jax.stages.Lowered, 'compile', compile_all_but_one)
+  monkeypatch.setattr(Program, 'compile', compile_others)
 
 
-def test_plan_of_a_program_that_xla_cannot_compile_names_the_nearest_settings_that_fit(monkeypatch):
-  """XLA for TPUs does not compile a program whose temporaries take more than the memory."""
-  fail_to_compile(monkeypatch, NOT_COMPILED)
+def test_program_that_xla_does_not_compile_for_lack_of_memory_is_too_large(monkeypatch):
+  message = NOT_COMPILED
+
+  def not_compiled(lowered, options):
+    raise jax.errors.JaxRuntimeError(message)
+
+  monkeypatch.setattr(jax.stages.Lowered, 'compile', not_compiled)
+  program = Program('update', lambda x: x + 1, Ledger(), None)
+  with pytest.raises(TooLargeError, match='update needs 17.2 GiB of memory, more than XLA compiles for') as error:
+    program(jax.numpy.ones(3))
+  assert (error.value.program, error.value.needed) == ('update', int(17.23 * GIB))
+  message = 'INTERNAL: another error'
+  with pytest.raises(jax.errors.JaxRuntimeError, match='another error'):
+    program(jax.numpy.ones(3))
+
+
+def test_plan_of_a_program_that_xla_does_not_compile_names_the_nearest_settings_that_fit(monkeypatch):
+  refuse_update(monkeypatch, int(172.3 * GIB))
   monkeypatch.setattr(machines, 'devices', lambda topology: jax.devices()[: topology.chips])
   where = machines.parse('v5e:1x1')
   p = defaults.fitted(stage('sft_gsm8k', model__dtype='bfloat16'), where)
   options = plan_stage.Options(where, ('update',))
-  with pytest.raises(TooLargeError, match='update needs 17.2 GiB of memory, more than XLA compiles for') as error:
-    plan_stage.plan(p, options)
-  assert (error.value.program, error.value.needed) == ('update', int(17.23 * GIB))
-  with pytest.raises(InputError, match=r'XLA compiles for; the nearest that fits, by arithmetic: --config\.'):
+  with pytest.raises(
+    InputError, match='sft: update needs 172.3 GiB of memory, .*; the nearest that fits'
+  ):
     auto.planned(p, options)
   assert auto._plan(p, {}, where, 'update') == {'fits': False}
-  fail_to_compile(monkeypatch, 'INTERNAL: another error')
-  with pytest.raises(jax.errors.JaxRuntimeError, match='another error'):
-    plan_stage.plan(p, options)
 
 
 def test_optimizer_is_offloaded_before_fewer_than_8_slots_are_chosen():

@@ -482,5 +482,48 @@ def test_signal_to_one_process_stops_all_at_one_step(folder):
   assert '[0] sft 1/5000' in out and '[1] sft' not in out
 
 
+CHOOSES_AGAIN = """
+import sys
+
+import jax
+import test_processes
+
+from jaxpost import stages
+from jaxpost.distributed import coordination
+from jaxpost.hardware.chips import Chip
+from jaxpost.planning import auto, machines
+from jaxpost.programs.compile import TooLargeError
+from jaxpost.stage import precompile
+
+
+def here(devices):
+  return machines.Topology('toy', 'gpu', Chip('toy', 1e12, 1e12, 1e9), (2,), owned=tuple(devices))
+
+
+def check_fits(predicted, device):
+  if coordination.process_index() == 1 and not refused:
+    refused.append('update')
+    raise TooLargeError('update', 2**30, '')
+
+
+refused = []
+machines.here, precompile.check_fits = here, check_fits
+stages.with_meshes = lambda prepared, *_: auto.resolve(prepared, print)
+test_processes.main(*sys.argv[1:])
+"""
+
+
+def test_processes_choose_smaller_settings_together(folder):
+  """A program is too large on one of the two."""
+  driver = folder / 'chooses_again.py'
+  driver.write_text(CHOOSES_AGAIN)
+  outputs = finish(start(folder, 'again', ['sft'], 2, driver=driver, PYTHONPATH=f'{ROOT}:{ROOT / "tests"}'))
+  for out, _ in outputs:
+    assert 'sft: update needs 1.0 GiB of memory; smaller settings are chosen' in out
+    assert json.loads(out.splitlines()[-1])['sft'][0] == STEPS
+  (plan,) = json.loads((folder / 'again/sft/plan.json').read_text())
+  assert plan['choices']['model.remat'].startswith('full (memory: else '), plan['choices']
+
+
 if __name__ == '__main__':
   main(*sys.argv[1:])
