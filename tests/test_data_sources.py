@@ -433,4 +433,3 @@ def test_digest_depends_on_the_rows_and_not_on_the_file(tmp_path, streaming):
   for n in range(3):
     assert digest(LINES) != digest(LINES.replace(f'a{n}', 'b'))
   assert len(sources.digest(sources.read('generated:arithmetic'))) == 8
-  assert sources.digest(None) == '00000000'

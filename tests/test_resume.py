@@ -475,6 +475,24 @@ def test_rows_that_changed_in_place_warn(model, tmp_path, capsys):
   assert not warns(3)  # the checkpoint of step 2 is of the changed rows
 
 
+def test_rows_that_a_map_draws_at_random_do_not_warn(model, tmp_path, monkeypatch, capsys):
+  """Such rows differ each time that they are read; if they do not, other rows are a change of the data."""
+  data, maps = tmp_path / 'data.jsonl', tmp_path / 'maps.py'
+  data.write_text(''.join(json.dumps(dict(prompt=f'{n}+1=', completion=str(n + 1))) + '\n' for n in range(9)))
+  maps.write_text('import random\n\ndef change(row):\n  return row | dict(completion=str(random.randint(10, 99)))\n')
+  data_options = dict(path=str(data), map=f'{maps}:change')
+  config = tiny.run_config(model, data=data_options, save=dict(every=1, export=False))
+
+  def warns(steps):
+    run(tiny.merged(config, dict(train=dict(steps=steps))), tmp_path / 'run')
+    return 'has other rows than when the checkpoint was saved' in capsys.readouterr().out.replace('\n', '')
+
+  assert not warns(1)
+  assert not warns(2)
+  monkeypatch.setattr(random, 'randint', lambda low, high: low)
+  assert warns(3)
+
+
 def test_drafts_of_killed_processes_are_removed_by_the_next_start(sft, tmp_path):
   """A draft stays if its process lives, or if it is of another host, of which nothing is known."""
   config, finished = sft

@@ -106,8 +106,8 @@ def first(rows: Any, count: int) -> Any:
 
 
 def digest(rows: Any) -> str:
-  """Returns a checksum of up to 20,000 evenly spread rows, or 16 if they are read on access; of none for None."""
-  count = 0 if rows is None else min(len(rows), 16 if rows.streaming else 20_000)
+  """Returns a checksum of up to 20,000 evenly spread rows, or 16 if they are read on access."""
+  count = min(len(rows), 16 if rows.streaming else 20_000)
   checksum = 0
   for i in range(count):
     row = rows[i * (len(rows) - 1) // max(count - 1, 1)]

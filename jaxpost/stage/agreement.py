@@ -6,15 +6,14 @@ Imported only if there are several processes.
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 from etils import epath
 
+from jaxpost.data import sources
 from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
 from jaxpost.stage import config as config_lib
@@ -23,11 +22,7 @@ from jaxpost.storage import seals
 from jaxpost.storage.manifest import finished_steps, is_finished
 
 if TYPE_CHECKING:
-  from jaxpost.data.sources import Rows
   from jaxpost.stage.records import PreparedStage, Source
-
-# Rows that processes compare at the start, of data in memory and of streamed data.
-_HASHED, _HASHED_STREAMED = 20_000, 100
 
 
 def check_config(raw: dict) -> None:
@@ -58,9 +53,10 @@ def check_inputs(prepared: Sequence[PreparedStage]) -> None:
     inputs, data = p.inputs, p.data
     assert data.rows is not None  # as in all runs that train
     rows, held_out = p.config.data.path, p.config.eval.data.path
-    values[f'config.data.path of {p.name}: the content of {rows}'] = digest(data.rows)
+    values[f'config.data.path of {p.name}: the content of {rows}'] = [*data.rows.sizes, data.checksum]
     if data.held_out is not None:
-      values[f'config.eval.data.path of {p.name}: the content of {held_out}'] = digest(data.held_out.rows)
+      content = [*data.held_out.rows.sizes, sources.digest(data.held_out.rows)]
+      values[f'config.eval.data.path of {p.name}: the content of {held_out}'] = content
     first = data.first_batch
     values[f'the tokenizer of {p.name}'] = seals.fingerprint(
       [inputs.tokenizer.encode(str(data.rows[0])), first is not None and first.tokens.tolist()]
@@ -97,10 +93,3 @@ def code() -> str:
 def outline(source: Source) -> list:
   """Returns the shape of the model, and samples of its files, as JSON."""
   return [dataclasses.asdict(source.config), weight_sources.file_samples(source), source.base and outline(source.base)]
-
-
-def digest(rows: Rows) -> str:
-  """Returns a hash of the number of rows and of up to 20,000 of them, spread over the data."""
-  limit = _HASHED_STREAMED if rows.streaming else _HASHED
-  chosen = np.linspace(0, len(rows) - 1, min(len(rows), limit)).astype(int)
-  return seals.fingerprint([len(rows), list(rows.sizes), *(json.dumps(rows[n], default=str) for n in chosen.tolist())])

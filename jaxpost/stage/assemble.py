@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import jax
 from etils import epath
 
-from jaxpost.data import loader, sources
+from jaxpost.data import loader
 from jaxpost.distributed import coordination, watchdog
 from jaxpost.loop import Stage
 from jaxpost.models import model as model_lib
@@ -87,7 +87,7 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
     ),
     writer=writer,
     timer=placed.timer,
-    meta=load_weights.make_meta(inputs, workdir) | {'rows': sources.digest(placed.data.rows)},
+    meta=load_weights.make_meta(inputs, workdir) | {'rows': placed.data.checksum},
     on_step_begin=functools.partial(begin_step, placed, trace),
     forbid_compiles=placed.ledger.seal,
     check_first_step=check_first_step,

@@ -125,6 +125,7 @@ class Data:
   stream: None if nothing is trained (`launch.evaluate`); a plan has `testing.RandomPrompts`.
   documents, first_batch: None for an on-policy algorithm, which learns from completions. All batches have the fields
     of `first_batch`.
+  checksum: of the rows, see `sources.digest`; '' if nothing is trained.
   """
 
   rows: Rows | None = None
@@ -132,6 +133,7 @@ class Data:
   documents: Documents | None = None
   first_batch: Batch | None = None
   held_out: HeldOutData | None = None
+  checksum: str = ''
 
 
 def has_branches(inputs: Inputs, data: Data) -> bool:

@@ -16,7 +16,7 @@ from jaxpost.errors import InputError
 from jaxpost.monitor import start
 from jaxpost.monitor.metrics import read_growing
 from jaxpost.stage import config as config_lib
-from jaxpost.stage import load_weights
+from jaxpost.stage import load_weights, prepare
 from jaxpost.storage import object_store
 from jaxpost.storage.manifest import finished_steps
 
@@ -99,9 +99,14 @@ def check_models(prepared: Sequence[PreparedStage], workdir: epath.Path, console
           f'checkpoint was saved; bring them back, or choose another --workdir, where init_from={workdir} starts from '
           'its weights'
         )
-    if 'rows' in saved and saved['rows'] != sources.digest(p.data.rows):
+    if saved.get('rows', p.data.checksum) != p.data.checksum and not _differ_when_read_again(p):
       text = f'{p.config.data.path} has other rows than when the checkpoint was saved, whose steps used the old ones'
       console.out(f'warning: config.data.path of {p.name}: {text}', highlight=False)
+
+
+def _differ_when_read_again(p: PreparedStage) -> bool:
+  """Returns whether the rows differ each time that they are read, as those of a map that draws random numbers."""
+  return bool(p.config.data.map) and sources.digest(prepare.read_rows(p.config)) != p.data.checksum
 
 
 def changed_code(workdir: epath.Path, files: Mapping[str, str]) -> list[str]:
