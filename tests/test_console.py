@@ -344,6 +344,18 @@ def test_run_warns_how_many_documents_are_truncated(tmp_path):
       assert table.caption.endswith(f'5 over-long, {5 - lengths.count(62) - lengths.count(61)} left out')
 
 
+def test_inspect_counts_the_documents_that_overlong_drops(tmp_path):
+  """With 'drop', the table leaves out documents that 'truncate' would cut."""
+  rows = [dict(prompt='a' * n, completion='bcde') for n in (3, 62, 62)]
+  (tmp_path / 'data.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+  for overlong, left_out in (('truncate', 0), ('drop', 2)):
+    data = dict(path=f'{tmp_path}/data.jsonl', overlong=overlong)
+    (stage,) = prepare.prepare_all(SMALL | dict(data=data, train=dict(steps=2, row_length=64)))
+    with contextlib.closing(stage):
+      *_, table = preview_stage.show_stage(stage, 1)
+    assert table.caption.endswith(f'2 over-long, {left_out} left out')
+
+
 def test_run_warns_how_many_prompts_are_dropped(tmp_path):
   rollout = dict(prompts=1, max_prompt_length=40, max_new_tokens=8)
   rows_and_warnings = start_warnings(

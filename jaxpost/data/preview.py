@@ -23,15 +23,16 @@ _STYLES = ('dim', 'green', 'red', 'yellow')
 _MARKS = {'green': '«»', 'red': '«»', 'yellow': '‹›'}  # of these styles, for consoles without colors
 
 
-def preview(examples: Sequence[Example], tokenizer: Tokenizer, row_length: int = 0) -> list[Any]:
+def preview(examples: Sequence[Example], tokenizer: Tokenizer, row_length: int = 0, drop: bool = False) -> list[Any]:
   """Returns rich renderables: each example, then a table of lengths.
 
   Args:
     examples: the examples to show.
     tokenizer: the tokenizer that encoded them.
     row_length: tokens of a row; 0 leaves out the packing figure.
+    drop: whether examples above the row length are left out, as with `data.overlong='drop'`; otherwise they are cut.
   """
-  return [*(_colored(e, tokenizer) for e in examples), _summary(examples, row_length)]
+  return [*(_colored(e, tokenizer) for e in examples), _summary(examples, row_length, drop)]
 
 
 def marked(colored: text.Text) -> str:
@@ -96,14 +97,15 @@ def _values(example: Example) -> Iterator[str]:
       yield ' '.join([name, *values])
 
 
-def _summary(examples: Sequence[Example], row_length: int) -> table.Table:
+def _summary(examples: Sequence[Example], row_length: int, drop: bool) -> table.Table:
   lengths = np.array([len(e.tokens) for e in examples])
   trained = np.array([int(e.trained.sum()) for e in examples])
   out = table.Table('', 'min', 'median', 'max', 'total')
   for name, counts in (('tokens', lengths), ('trained', trained)):
     out.add_row(name, str(counts.min()), f'{np.median(counts):.0f}', str(counts.max()), str(counts.sum()))
   if row_length:
-    kept = [len(e.tokens) for e in (e.cut(row_length) for e in examples) if e is not None and e.trained.any()]
+    fitted = [e.cut(row_length) for e in examples if not drop or len(e.tokens) <= row_length]
+    kept = [len(e.tokens) for e in fitted if e is not None and e.trained.any()]
     rows = packing.pack(kept, row_length)
     fill = sum(kept) / max(len(rows) * row_length, 1)
     out.caption = f'{len(rows)} row{"s" if len(rows) != 1 else ""} of {row_length}, {fill:.1%} filled'

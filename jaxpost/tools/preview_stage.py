@@ -75,7 +75,7 @@ def _show_rows(inputs: Inputs, data: Data, count: int) -> list:
   out = []
   for i, row in enumerate(shown[:count]):
     out += [_heading(data.rows.where(numbers[i]), examples[i].tokens), row]
-  table = preview.preview(examples, tokenizer, length)[-1]
+  table = preview.preview(examples, tokenizer, length, config.data.overlong == 'drop')[-1]
   table.title = f'the first {len(examples)} rows'
   return [*out, table]
 
