@@ -1,6 +1,7 @@
 """`launch.reproduce` draws a sample of a run again; `train_on_rollouts` trains on the rollouts of another run."""
 
 import json
+import pathlib
 import re
 import shutil
 import subprocess
@@ -69,6 +70,17 @@ def test_a_sample_is_drawn_again(run, step, row):
   assert sample['advantage'] == pytest.approx(arrays['credit/advantages'][row, 0])
   assert len(sample['texts']) == len(sample['trained']) == length
   assert sample['version'] == 2 * (step - 1)
+
+
+def test_a_run_with_relative_paths_is_reproduced_from_another_folder(config, model, tmp_path, monkeypatch):
+  """Paths of its config are relative to the folder in which the run was started."""
+  monkeypatch.chdir(tmp_path)
+  shutil.copytree(model, 'nano')
+  jaxpost.run(tiny.merged(config, dict(init_from='nano', train=dict(steps=1))), 'run')
+  (tmp_path / 'elsewhere').mkdir()
+  monkeypatch.chdir('elsewhere')
+  assert reproduce.reproduce('../run', 1, 0)['identical'] is True
+  assert pathlib.Path.cwd() == tmp_path / 'elsewhere'
 
 
 def test_viewer_has_all_token_values_of_a_run_with_reference(run):

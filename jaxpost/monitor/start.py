@@ -35,6 +35,7 @@ def describe() -> dict[str, Any]:
   return dict(
     time=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds'),
     command=list(sys.argv),
+    folder=os.getcwd(),  # of relative paths
     versions=versions(),
     commit=commit(),
     python=platform.python_version(),

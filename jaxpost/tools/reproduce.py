@@ -9,6 +9,7 @@ import contextlib
 import functools
 import json
 import logging
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,13 @@ from etils import epath
 
 from jaxpost import stages
 from jaxpost.errors import InputError, NoCheckpointError
-from jaxpost.monitor import display
+from jaxpost.monitor import display, start
 from jaxpost.monitor.metrics import read_growing, short_number
 from jaxpost.programs import score
 from jaxpost.rl import batching
 from jaxpost.rollout import rollout_files
 from jaxpost.stage import assemble, place, prepare
+from jaxpost.storage import object_store
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps
 from jaxpost.tools import inference
@@ -32,6 +34,7 @@ from jaxpost.tools.working import working
 if TYPE_CHECKING:
   from jaxpost.rl.controller import Controller
   from jaxpost.roles import Roles
+  from jaxpost.stage.config import Config
   from jaxpost.types import Credit, Experience, Item
 
 # Titles of the figures after the rewards, in order; those that a sample lacks are left out.
@@ -52,7 +55,8 @@ def reproduce(
   """Samples `row` of a step again; returns it with what the update learned from it.
 
   Repeats the steps since the newest checkpoint before the step, or since the start of the stage, because a run is a
-  function of its config. The folder of the run does not change.
+  function of its config. The folder of the run does not change. Relative paths of the config are found in the folder
+  where the run was last started, if this machine has it.
 
   Args:
     run: folder of the run.
@@ -65,8 +69,18 @@ def reproduce(
     A JSON-able dict; 'identical' is True if tokens and log-probs equal those that the run has stored, bit for bit, and
     None if it has stored none of this step.
   """
-  run = epath.Path(run).expanduser()
+  run = epath.Path(object_store.resolved(epath.Path(run).expanduser()))
   configs = inference.run_config(run)
+  starts = read_growing(run / start.FILE)
+  folder = starts[-1].get('folder', '') if starts else ''
+  with contextlib.chdir(folder if os.path.isdir(folder) else '.'):
+    return _reproduce(run, configs, step, row, stage, choose_mesh)
+
+
+def _reproduce(
+  run: epath.Path, configs: dict[str, Config], step: int, row: int, stage: str, choose_mesh: Callable | None
+) -> dict[str, Any]:
+  """Does the work of `reproduce` in the folder where the run was started."""
   name, config = inference.pick(configs, stage, run)
   if not 1 <= step <= config.train.steps:
     raise InputError(f'--step: {step} is none of the {config.train.steps} steps of {name}')
