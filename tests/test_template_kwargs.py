@@ -138,6 +138,17 @@ def test_commands_take_template_kwargs_from_the_folder_or_a_flag(tmp_path):
       chosen_template.apply(weights.inputs.tokenizer, '', text)
 
 
+def test_another_chat_template_of_a_command_gets_the_template_kwargs_of_the_run(folder, tmp_path):
+  (tmp_path / 'other.jinja').write_text(f'{{# other #}}{TEMPLATE}')
+  trained = load(folder, template_kwargs=THINKING | {'effort': 'low'})
+  for kwargs, effort in (('', 'low'), ('{"effort": "high"}', 'high')):
+    tokenizer = chosen_template.apply(trained, str(tmp_path / 'other.jinja'), kwargs)
+    assert tokenizer.chat_template.startswith('{# other #}')
+    assert tokenizer.template_kwargs == THINKING | {'effort': effort}
+  chatml = chosen_template.apply(trained, 'chatml', '')  # it reads neither variable
+  assert '<effort' not in chatml.render_chat([QUESTION], generation_prompt=True)[0]
+
+
 def test_commands_take_a_chat_template_for_a_model_without_one(tmp_path):
   path = tiny.folder(tmp_path / 'nano')
   load('bytes').save(path)

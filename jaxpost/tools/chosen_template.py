@@ -12,12 +12,12 @@ def apply(tokenizer: Tokenizer, template: str, kwargs: str) -> Tokenizer:
   """Returns the tokenizer with another chat template and its stop tokens, and with variables of the template.
 
   Args:
-    template: as config.data.chat_template; '' keeps that of the tokenizer.
+    template: as config.data.chat_template; '' keeps that of the tokenizer. Variables keep their values.
     kwargs: a JSON object; '' changes no variable.
   """
   if template:
     try:
-      tokenizer = tokenizer_lib.load(tokenizer.source, template)
+      tokenizer = tokenizer_lib.load(tokenizer.source, template).with_template_kwargs(tokenizer.template_kwargs)
     except InputError as error:
       raise InputError(str(error).replace('config.data.chat_template', '--chat_template')) from error
   if not kwargs:

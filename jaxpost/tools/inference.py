@@ -85,7 +85,7 @@ def load(
   Args:
     run, model, stage, step, config, warn: see there.
     template_kwargs: variables of the chat template as a JSON object; they override those of the tokenizer.
-    chat_template: replaces the tokenizer's own, as config.data.chat_template; it gets none of the run's variables.
+    chat_template: replaces the tokenizer's own, as config.data.chat_template; its variables keep their values.
   """
   if bool(run) == bool(model):
     raise InputError('give one of --run=DIR and --model=FOLDER')
