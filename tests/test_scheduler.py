@@ -306,7 +306,14 @@ def test_serving_ends_when_idle_and_no_request_follows(engine):
       Request(np.zeros(3, np.int32), 4, 0, dict(stop_ids=(131,))),
       'stop_ids of prompt 4: 131 is outside the vocabulary of 131',
     ),
-    (Request(np.zeros(3, np.int32), 4, 0, dict(forbidden_ids=range(9))), 'forbidden_ids: 9, of 8 that fit'),
+    (
+      Request(np.zeros(3, np.int32), 4, 0, dict(forbidden_ids=range(9))),
+      'forbidden_ids: a request may name 8 token ids, and prompt 4 names 9; name fewer',
+    ),
+    (
+      Request(np.zeros(3, np.int32), 4, 0, dict(top_logprobs=3)),
+      'top_logprobs: a request may ask for at most 0, and prompt 4 asks for 3; ask for fewer',
+    ),
   ],
 )
 def test_request_that_does_not_fit_the_engine_is_refused(engine, wrong, message):

@@ -178,13 +178,13 @@ def check_request(config: SamplerConfig, request: Request, vocab_size: int) -> N
     value = overrides.get(key, low)
     if not low <= value <= high:  # NaN is in no range
       raise InputError(f'{key}: {value} is not from {low} to {high} ({name})')
-  if (count := overrides.get('top_logprobs', 0)) > config.top_logprobs:
-    raise InputError(f'top_logprobs: {count} are more than config.rollout.top_logprobs={config.top_logprobs} ({name})')
+  if (count := overrides.get('top_logprobs', 0)) > (most := config.top_logprobs):
+    raise InputError(f'top_logprobs: a request may ask for at most {most}, and {name} asks for {count}; ask for fewer')
   for string in overrides.get('stop_strings', ()):
     refuse(not isinstance(string, str) or not string, f'stop: {string!r} must be a text, not empty ({name})')
   for key, width in widths(config).items():
     ids = overrides.get(key, ())
-    refuse(len(ids) > width, f'{key}: {len(ids)}, of {width} that fit; name as many in config.rollout ({name})')
+    refuse(len(ids) > width, f'{key}: a request may name {width} token ids, and {name} names {len(ids)}; name fewer')
     check_ids(ids, vocab_size, f'{key} of {name}')
 
 
