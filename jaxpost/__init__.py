@@ -11,6 +11,7 @@ __version__ = '0.1.0'
 
 _WHERE = {
   'defaults': 'jaxpost.stage.config',
+  'load_config': 'jaxpost.stage.yaml_config',
   'parse_arg': 'jaxpost.stage.config_args',
   'tune_host': 'jaxpost.hardware.host',
   'use_compile_cache': 'jaxpost.hardware.host',

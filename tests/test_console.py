@@ -593,6 +593,13 @@ def test_yaml_config_is_parsed(tmp_path):
     yaml_config.get_config(path)
 
 
+def test_load_config_reads_yaml_as_the_commands_do(tmp_path):
+  (tmp_path / 'my.yaml').write_text('optim: {lr: 2e-5}\nlog: {run_name: 12e5}\n')
+  config = jaxpost.load_config(tmp_path / 'my.yaml')
+  assert config['optim']['lr'] == 2e-5 and config['log']['run_name'] == '12e5' and config['seed'] == 0
+  assert config == yaml_config.get_config(tmp_path / 'my.yaml').to_dict()
+
+
 def test_quoted_numbers_in_yaml_stay_strings(tmp_path):
   path = tmp_path / 'my.yaml'
   numbers = '[12e5, 1E-5, -.5e3, 1.5e+2, 2.e1, 7]'

@@ -158,7 +158,7 @@ def make_data(
   held_out = None
   if held_out_rows is not None:
     held_out = make_held_out(inputs, held_out_rows, fields, tools)
-  return Data(rows, stream, documents, first_batch, held_out, sources.digest(rows))
+  return Data(rows, stream, documents, first_batch, held_out, checksum=sources.digest(rows))
 
 
 def make_model(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> Model:

@@ -74,7 +74,7 @@ def reproduce(
   starts = read_growing(run / start.FILE)
   folder = starts[-1].get('folder', '') if starts else ''
   with contextlib.chdir(folder if os.path.isdir(folder) else '.'):
-    return _reproduce(run, configs, step, row, stage, choose_mesh)
+    return _reproduce(run, configs, step, row, stage, choose_mesh=choose_mesh)
 
 
 def _reproduce(
