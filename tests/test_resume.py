@@ -552,7 +552,7 @@ def test_init_from_starts_from_the_weights_of_another_run(sft, model, tmp_path):
     expected, _ = state(other, 'sft', step)
     weights = {k for k in leaves if k.startswith('policy/params/')}
     assert weights and all(leaves[k] == expected[k] for k in weights)
-  with pytest.raises(NoCheckpointError, match='step 3 .not there.'):
+  with pytest.raises(InputError, match=r'config.init_from: .*checkpoints/sft has no step 3; it has 6, 4, 2$'):
     run(tiny.merged(config, dict(init_from=f'{other}@3')), tmp_path / 'bad')
 
 

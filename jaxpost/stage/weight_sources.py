@@ -105,6 +105,9 @@ def find_run(text: str, key: str) -> tuple[epath.Path, int | None]:
   order = list(saved.get('stages') or ())
   folders.sort(key=lambda f: order.index(f.name) if f.name in order else -1)
   refuse(not folders, f'{key}: {run_folder} has no checkpoints')
+  steps = manifest.finished_steps(folders[-1])
+  there = ', '.join(map(str, steps)) or 'none'
+  refuse(bool(step) and int(step) not in steps, f'{key}: {folders[-1]} has no step {step}; it has {there}')
   return folders[-1], int(step) if step else None
 
 
