@@ -45,7 +45,7 @@ def test_run_folder_stands_for_its_last_stage_with_a_finished_save(tmp_path):
     (run / 'checkpoints' / step).mkdir(parents=True)
     if finished:
       (run / 'checkpoints' / step / manifest.NAME).touch()
-  (run / 'config.json').write_text(json.dumps({'stages': ['judge', 'sft', 'ppo']}))
+  (run / 'config.json').write_text(json.dumps({'stages': ['judge', 'sft', 'ppo'], 'judge': {}, 'sft': {}, 'ppo': {}}))
   assert weight_sources.find_run(f'{run}@2', 'config.init_from') == (run / 'checkpoints' / 'sft', 2)
   folder, step = weight_sources.find_run(str(run), 'config.init_from')
   assert folder.name == 'sft' and step is None

@@ -91,7 +91,9 @@ def supports_branches(kernel: str, cfg: ModelConfig | CustomConfig) -> bool:
   """
   if isinstance(cfg, CustomConfig):
     return False
-  return not (any(cfg.layer_windows) or cfg.attention_softcap if kernel == 'splash' else cfg.chunked)
+  if kernel == 'splash':
+    return not any(cfg.layer_windows) and not cfg.attention_softcap
+  return not cfg.chunked
 
 
 def kernel_fits(
@@ -106,7 +108,8 @@ def kernel_fits(
   shape = attention_shape(cfg, q.shape[1], parts, heads, branches=branch_ids is not None)
   refusal = refused(compute, cfg, shape)
   if refusal and compute.forced:
-    raise InputError(f'config.model.attention: {compute.attention} does not support {refusal}; with auto, XLA attends')
+    name = compute.attention
+    raise InputError(f'config.model.attention: {name} does not support {refusal}; with auto, XLA computes it instead')
   if refusal or compute.forced:
     return not refusal
   return q.shape[1] >= SHORT * parts and shape not in compute.rejected_shapes

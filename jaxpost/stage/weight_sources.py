@@ -98,12 +98,8 @@ def find_run(text: str, key: str) -> tuple[epath.Path, int | None]:
   refuse(bool(step) and not step.isdigit(), f'{key}: {step!r} in {text!r} is not a step')
   root = epath.Path(run_folder).expanduser()
   refuse(not (root / 'config.json').exists(), f'{key}: {run_folder} is not the folder of a run (it has no config.json)')
-  folders = [f for f in (root / 'checkpoints').glob('*') if f.is_dir()]
-  # Prefer stages that have saved a checkpoint to one that has just begun.
-  folders = [f for f in folders if manifest.finished_steps(f)] or folders
-  saved = seals.read_json(root / 'config.json')
-  order = list(saved.get('stages') or ())
-  folders.sort(key=lambda f: order.index(f.name) if f.name in order else -1)
+  folders = [root / 'checkpoints' / name for name in config_lib.parse_saved(root / 'config.json')]
+  folders = [f for f in folders if manifest.finished_steps(f)]  # a stage that has just begun has none
   refuse(not folders, f'{key}: {run_folder} has no checkpoints')
   steps = manifest.finished_steps(folders[-1])
   there = ', '.join(map(str, steps)) or 'none'
