@@ -66,6 +66,14 @@ def thinking(tokenizer, on=True):
   return dataclasses.replace(tokenizer, template_kwargs={'enable_thinking': on})
 
 
+def test_an_empty_answer_trains_its_end_token_alone(plain):
+  silent = {'role': 'assistant', 'content': ''}
+  assert render(plain, {'prompt': 'Q', 'completion': ''}) == f'Q[[{END}]]'
+  chat_text = f'{Q}Q1{END}\n{A}[[{END}]]\n'
+  assert render(plain, {'messages': [USER, silent]}) == chat_text
+  assert render(plain, {'prompt': [USER], 'completion': [silent]}) == chat_text
+
+
 def test_qwen3_trains_both_turns_and_empty_think_block_of_the_last(qwen):
   # The template gives only the last turn an (empty) thinking block.
   row = {'messages': [USER, ANSWER, USER_2, ANSWER_2]}
