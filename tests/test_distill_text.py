@@ -322,6 +322,22 @@ def test_tokenizer_that_the_initial_weights_were_not_trained_with_is_warned_of(t
   assert line.startswith(f'config.model.tokenizer: bytes encodes text differently than {path}, the tokenizer of')
 
 
+def test_a_stage_with_another_tokenizer_than_the_stage_before_it_is_warned_of_or_refused(tmp_path, caplog):
+  """A block that names a model for one stage alone leaves the next one without it, and so with bytes."""
+  path = tiny.folder(tmp_path / 'model', vocab_size=300)
+  save_tokenizer(tmp_path / 'model')
+  blocks = dict(stages=('first', 'second'), first=dict(model=dict(path=path)), second={})
+  config = tiny.merged(tiny.run_config(''), dict(model=dict(path='', preset='tiny', tokenizer=''), **blocks))
+  with pytest.raises(InputError, match='config.model.tokenizer: is empty, and first has a tokenizer of its own'):
+    prepare.prepare_all(config)
+  with caplog.at_level(logging.WARNING):
+    for name in path, 'bytes':
+      assert 'config.model.tokenizer' not in caplog.text
+      for stage in prepare.prepare_all(tiny.merged(config, dict(second=dict(model=dict(tokenizer=name))))):
+        stage.close()
+  assert f'config.model.tokenizer: bytes encodes text differently than {path}, the tokenizer of' in caplog.text
+
+
 def test_teacher_template_gets_the_variables_of_the_run(tmp_path):
   """If only the student got the variables, the teacher's text would differ, and so would the spans."""
   (tmp_path / 'thinks.jinja').write_text('{{ messages[0].content }}{% if enable_thinking %}<think>{% endif %}')

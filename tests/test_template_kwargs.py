@@ -216,6 +216,6 @@ def test_a_tokenizer_of_the_weights_that_is_gone_is_not_replaced_by_bytes(tmp_pa
   monkeypatch.setattr('jaxpost.stage.weight_sources.own_tokenizer_path', lambda source: str(tmp_path / 'gone'))
   bytes_ = tokenizer_lib.load('bytes')
   (config,) = config_lib.parse(tiny.run_config('run')).values()
-  weight_sources.check_tokenizer(config, of_run, bytes_, 'named')
+  weight_sources.check_tokenizer(config, of_run, bytes_, 'named', {})
   with pytest.raises(InputError, match='gone'):
-    weight_sources.check_tokenizer(config, of_run, bytes_, '')
+    weight_sources.check_tokenizer(config, of_run, bytes_, '', {})

@@ -72,7 +72,7 @@ def prepare(
   refuse(not config.data.path, 'config.data.path: is empty; name a file, a folder, org/name or generated:arithmetic')
   source = source_of_model(config.model)
   role_sources = find_weights(config, algorithm, source, {stage.name: stage.inputs.outcome for stage in before})
-  tokenizer = load_tokenizer(config, source, role_sources['policy'])
+  tokenizer = load_tokenizer(config, source, role_sources['policy'], before)
   check_weights(config, algorithm, role_sources)
   algorithm.check_roles(config, role_sources, tokenizer)
   inputs = make_inputs(name, config, algorithm, role_sources, tokenizer)
@@ -274,15 +274,15 @@ def find_weights(
   return role_sources
 
 
-def load_tokenizer(config: Config, source: Source, policy: Source) -> Tokenizer:
+def load_tokenizer(config: Config, source: Source, policy: Source, before: Sequence[PreparedStage] = ()) -> Tokenizer:
   """Loads the tokenizer of `config.model`; InputError if the policy's weights have another or too few embeddings."""
   section = config.model
   path = source.tokenizer_path(section)
   tokenizer = tokenizer_lib.load(path or 'bytes', config.data.chat_template, config.data.template_kwargs)
-  if policy.folder or policy.checkpoints:
+  if policy.folder or policy.checkpoints or policy.stage:
     from jaxpost.stage import weight_sources
 
-    weight_sources.check_tokenizer(config, policy, tokenizer, path)
+    weight_sources.check_tokenizer(config, policy, tokenizer, path, {p.name: p.inputs.tokenizer for p in before})
   if tokenizer.vocab_size > policy.config.padded_vocab_size:
     raise InputError(
       f'tokenizer {tokenizer.source}: {tokenizer.vocab_size} tokens are more than the '

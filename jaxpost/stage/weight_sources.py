@@ -185,13 +185,14 @@ def own_tokenizer_path(source: Source) -> str:
   return str(source.folder) if source.folder and (source.folder / 'tokenizer.json').exists() else ''
 
 
-def check_tokenizer(config: Config, policy: Source, tokenizer: Tokenizer, path: str) -> None:
+def check_tokenizer(config: Config, policy: Source, tokenizer: Tokenizer, path: str, earlier: Mapping) -> None:
   """Warns if the policy's weights were trained with another tokenizer, which may be meant: a new vocabulary.
 
   Args:
     path: where `tokenizer` was read from; '' if the config names none, which is an InputError if the weights have one.
+    earlier: {stage: its tokenizer} of the stages before this one.
   """
-  own_path = own_tokenizer_path(policy)
+  own_path = earlier[policy.stage].source if policy.stage else own_tokenizer_path(policy)
   if own_path in ('', path or 'bytes'):
     return
   try:
@@ -202,7 +203,7 @@ def check_tokenizer(config: Config, policy: Source, tokenizer: Tokenizer, path: 
     raise
   if own.encode(_PROBE) == tokenizer.encode(_PROBE):
     return
-  weights = config.init_from or config.lora.path or config.model.path
+  weights = policy.stage or config.init_from or config.lora.path or config.model.path
   refuse(not path, f'config.model.tokenizer: is empty, and {weights} has a tokenizer of its own; name it')
   logging.warning(
     'config.model.tokenizer: %s encodes text differently than %s, the tokenizer of the weights, which read wrong '
