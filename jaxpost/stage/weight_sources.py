@@ -102,7 +102,7 @@ def find_run(text: str, key: str) -> tuple[epath.Path, int | None]:
   folders = [f for f in folders if manifest.finished_steps(f)]  # a stage that has just begun has none
   refuse(not folders, f'{key}: {run_folder} has no checkpoints')
   steps = manifest.finished_steps(folders[-1])
-  there = ', '.join(map(str, steps)) or 'none'
+  there = ', '.join(map(str, steps))
   refuse(bool(step) and int(step) not in steps, f'{key}: {folders[-1]} has no step {step}; it has {there}')
   return folders[-1], int(step) if step else None
 
