@@ -265,10 +265,16 @@ def _run_stages(
       placed[i].ledger.announce = activity.compiling
       if params is not None and not _takes_over(placed[i], placed[i - 1]):
         params = None
-      with activity(f'loading weights of {placed[i].name}'):
-        params = initial_params(placed[i], workdir) if params is None else _adopt(params, placed[i - 1], placed[i])
-        placed[i], stage = _assemble(placed[i], workdir, writer, params)
-      params = None  # the stage has taken them over
+      stage = None
+      while not stage:
+        with activity(f'loading weights of {placed[i].name}'):
+          params = initial_params(placed[i], workdir) if params is None else _adopt(params, placed[i - 1], placed[i])
+          try:
+            stage = assemble.assemble(placed[i], workdir, writer, params)
+          except TooLargeError as error:
+            placed[i] = placed[i].choose_smaller(placed[i], error)
+        params = None  # the stage has taken them over
+        gc.collect()  # frees those of a stage that was too large
       plans.append(precompile.plan_entry(placed[i], stage.memory_usage))
       stop.check(f'the start of {placed[i].name}')
       _run_stage(placed[i], stage, workdir, activity, plans, stop=stop)
@@ -290,21 +296,6 @@ def _run_stages(
         if row['split'] == 'train':
           writer.alerts.check(row['stage'], row['step'], row)
     return writer.alerts.warnings
-
-
-def _assemble(
-  placed: PlacedStage, workdir: epath.Path, writer: metrics.MetricsWriter, params: dict
-) -> tuple[PlacedStage, loop.Stage]:
-  """Returns a stage with compiled programs, with smaller settings if these are too large; `params` are donated."""
-  try:
-    return placed, assemble.assemble(placed, workdir, writer, params)
-  except TooLargeError as error:
-    if not placed.choose_smaller:
-      raise
-    placed = placed.choose_smaller(placed, error)
-  del params
-  gc.collect()
-  return _assemble(placed, workdir, writer, initial_params(placed, workdir))
 
 
 def _takes_over(placed: PlacedStage, before: PlacedStage) -> bool:

@@ -176,23 +176,23 @@ def test_expert_gradients_are_scattered_over_fsdp_in_the_configured_dtype(reduce
   assert sum(f':{sent}[4,' in line for line in scattered) == 3 == len(scattered) - 1, text  # the fourth: the router's
 
 
-def test_unknown_compiler_option_is_left_out_with_a_warning(caplog):
-  left_out = gpu_options.refused((('xla_gpu_no_such_thing', True), *gpu_options.PROGRAM_OPTIONS.items()))
-  assert left_out == {'xla_gpu_no_such_thing': None}
-  (warning,) = [r.getMessage() for r in caplog.records]
-  assert 'compiler option xla_gpu_no_such_thing is left out: ' in warning
+def test_unknown_compiler_option_is_left_out_with_a_warning(monkeypatch, caplog):
+  """Of every program, also of one without arguments, and of commands that sample without a run."""
+  gpu_options._is_accepted.cache_clear()
+  known = gpu_options.PROGRAM_OPTIONS
+  monkeypatch.setattr(gpu_options, 'PROGRAM_OPTIONS', {'xla_gpu_no_such_thing': True, **known})
+  monkeypatch.setattr(gpu_options, 'DETERMINISTIC_OPTIONS', {'xla_gpu_nor_this': True})
   gpu = types.SimpleNamespace(sharding=types.SimpleNamespace(device_set=[types.SimpleNamespace(platform='gpu')]))
-  name = next(iter(gpu_options.PROGRAM_OPTIONS))
-  assert options([gpu], {name: None, 'x': 1}) == {k: v for k, v in gpu_options.PROGRAM_OPTIONS.items() if k != name} | {
-    'x': 1
-  }
+  assert options([gpu]) == options([gpu]) == known
+  assert options([gpu], {'x': 1}) == known | {'x': 1}
+  assert options([], gpu_options.of_run(True)) == {}
+  warnings = [r.getMessage() for r in caplog.records]
+  assert len(warnings) == 2 and 'compiler option xla_gpu_no_such_thing is left out: ' in warnings[0]
 
 
 def test_compiler_options_of_a_run_by_hosts_and_determinism(monkeypatch):
   assert gpu_options.of_run(False) == {}
-  monkeypatch.setattr(gpu_options, 'PROGRAM_OPTIONS', {'xla_gpu_no_such_thing': 1})
-  assert gpu_options.of_run(True) == {**gpu_options.DETERMINISTIC_OPTIONS, 'xla_gpu_no_such_thing': None}
-  monkeypatch.undo()
+  assert gpu_options.of_run(True) == gpu_options.DETERMINISTIC_OPTIONS
   monkeypatch.setattr(gpu_options.coordination, 'process_count', lambda: 2)
   assert gpu_options.of_run(False) == gpu_options.HOSTS_OPTIONS
   monkeypatch.setenv('XLA_FLAGS', '--xla_gpu_shard_autotuning=true')

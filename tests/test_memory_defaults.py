@@ -338,9 +338,7 @@ def test_plan_of_a_program_that_xla_does_not_compile_names_the_nearest_settings_
   where = machines.parse('v5e:1x1')
   p = defaults.fitted(stage('sft_gsm8k', model__dtype='bfloat16'), where)
   options = plan_stage.Options(where, ('update',))
-  with pytest.raises(
-    InputError, match='sft: update needs 172.3 GiB of memory, .*; the nearest that fits'
-  ):
+  with pytest.raises(InputError, match='sft: update needs 172.3 GiB of memory, .*; the nearest that fits'):
     auto.planned(p, options)
   assert auto._plan(p, {}, where, 'update') == {'fits': False}
 

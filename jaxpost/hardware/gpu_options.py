@@ -31,21 +31,15 @@ OPTIONS = PROGRAM_OPTIONS | GATHER_OPTIONS | HOSTS_OPTIONS | DETERMINISTIC_OPTIO
 
 
 def of_program(arguments: Sequence[Any], of_run: dict[str, Any]) -> dict[str, Any]:
-  """Returns the options of a program that takes these arrays, with those of `of_run`, where None leaves one out."""
+  """Returns the options of a program that takes these arrays, with those of all programs of its run."""
   gathers = any(getattr(x.sharding, 'mesh', None) and x.sharding.mesh.shape.get('fsdp', 1) > 1 for x in arguments)
-  chosen = _unset(PROGRAM_OPTIONS | GATHER_OPTIONS if gathers else PROGRAM_OPTIONS) | of_run
-  return {name: value for name, value in chosen.items() if value is not None}
+  return accepted(_unset(PROGRAM_OPTIONS | GATHER_OPTIONS if gathers else PROGRAM_OPTIONS)) | of_run
 
 
 def of_run(deterministic: bool) -> dict[str, Any]:
-  """Returns the options of all programs of a run, and None for every option that the compiler refuses.
-
-  Args:
-    deterministic: `config.train.deterministic`.
-  """
+  """Returns the options of all programs of a run; `deterministic` is `config.train.deterministic`."""
   options = HOSTS_OPTIONS if coordination.process_count() > 1 else {}
-  options = _unset(options | (DETERMINISTIC_OPTIONS if deterministic else {}))
-  return options | refused(tuple((PROGRAM_OPTIONS | GATHER_OPTIONS | options).items()))
+  return accepted(_unset(options | (DETERMINISTIC_OPTIONS if deterministic else {})))
 
 
 def _unset(options: dict[str, Any]) -> dict[str, Any]:
@@ -54,17 +48,18 @@ def _unset(options: dict[str, Any]) -> dict[str, Any]:
   return {name: value for name, value in options.items() if name not in flags}
 
 
-@functools.cache
-def refused(options: tuple[tuple[str, Any], ...]) -> dict[str, None]:
-  """Returns {option: None} for each of the (option, value) pairs that the compiler refuses, and warns about it.
+def accepted(options: dict[str, Any]) -> dict[str, Any]:
+  """Returns the options that the compiler accepts; each other one is warned about once."""
+  return {name: value for name, value in options.items() if _is_accepted(name, value)}
 
-  It asks a device of this process, even about the devices of a plan, as the names are the same on all platforms.
-  """
-  messages = try_options(jax.local_devices()[0], dict(options))
-  refused = {name: message for name, message in messages.items() if message}
-  for name, message in refused.items():
+
+@functools.cache
+def _is_accepted(name: str, value: Any) -> bool:
+  # A device of this process is asked even about the devices of a plan: the names are the same on all platforms.
+  message = try_options(jax.local_devices()[0], {name: value})[name]
+  if message:
     logging.warning('jax %s: compiler option %s is left out: %s', jax.__version__, name, message)
-  return dict.fromkeys(refused)
+  return not message
 
 
 def try_options(device: jax.Device, options: dict[str, Any]) -> dict[str, str]:

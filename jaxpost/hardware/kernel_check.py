@@ -170,7 +170,7 @@ def judge(find_errors: Callable[[], dict[str, float]]) -> str:
 def compiler_options() -> dict[str, Any]:
   """Returns XLA options without autotuning, which takes half a minute for the reference of each shape on an H200."""
   options = _GPU_OPTIONS if jax.default_backend() == 'gpu' else {}
-  return {k: v for k, v in options.items() if k not in gpu_options.refused(tuple(options.items()))}
+  return gpu_options.accepted(options)
 
 
 def _packed_rows(work: AttentionShape, count: int) -> attention_xla.PackedRows:

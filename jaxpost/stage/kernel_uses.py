@@ -33,7 +33,11 @@ def verified(
     attention_kernels.check_platform(compute, platform)
     if not dry:
       length = row_length(inputs.config, inputs.algorithm.on_policy)
-      decoding = [inputs.model.config] if checks.samples(inputs.config, inputs.algorithm) else []
+      decoding = []
+      if checks.samples(inputs.config, inputs.algorithm):
+        cfg = inputs.model.config
+        if attention_kernels.compute_of_decoding(compute, cfg, inputs.config.rollout).decode_kernel:
+          decoding = [cfg]
       compute = kernel_check.verify(compute, attention_uses(prepared, layouts, length), decoding)
   if compute.grouped_kernel and not dry:
     from jaxpost.hardware import grouped_check

@@ -121,7 +121,8 @@ def place_stage(
   if platform != 'cpu':
     from jaxpost.hardware import chips
 
-    memory = getattr(chips.of_kind(device.device_kind), 'memory', 0.0)
+    known = chips.of_kind(device.device_kind)
+    memory = known.memory if known else (device.memory_stats() or {}).get('bytes_limit', 0.0)
     triton = not chips.before_ampere(device)
   if platform == 'gpu':
     from jaxpost.hardware import gpu_options
