@@ -80,33 +80,22 @@ class Example:
 
   def _at(self, place: np.ndarray, content: np.ndarray) -> Example:
     """Returns the tokens at the indices `content`, with the positions and ids of those at the indices `place`."""
-
-    def take(array: np.ndarray | None, index: np.ndarray) -> np.ndarray | None:
-      return None if array is None else array[index]
-
-    return Example(
-      tokens=self.tokens[content],
-      loss_mask=self.loss_mask[content],
-      positions=take(self.positions, place),
-      segment_ids=take(self.segment_ids, place),
-      branch_ids=take(self.branch_ids, place),
-      sequence_ids=take(self.sequence_ids, place),
-      arrays={name: array[content] for name, array in self.arrays.items()},
-    )
+    names = ('positions', 'segment_ids', 'branch_ids', 'sequence_ids')
+    placed = {name: vars(self)[name][place] for name in names if vars(self)[name] is not None}
+    arrays = {name: array[content] for name, array in self.arrays.items()}
+    return Example(self.tokens[content], self.loss_mask[content], arrays=arrays, **placed)
 
 
 def _shorten_longest(sizes: list[int], excess: int) -> list[int] | None:
   """Returns `sizes` with the largest reduced by `excess` in total, each at least 1; None if that is impossible."""
-  if sum(sizes) - len(sizes) < excess:
-    return None
   room = sum(sizes) - excess
+  if room < len(sizes):
+    return None
   out = [0] * len(sizes)
-  remaining = len(sizes)
   # The smallest come first: larger sizes share the room that they do not need.
-  for i in sorted(range(len(sizes)), key=lambda i: (sizes[i], -i)):
-    out[i] = min(sizes[i], room // remaining)
+  for n, i in enumerate(sorted(range(len(sizes)), key=lambda i: (sizes[i], -i))):
+    out[i] = min(sizes[i], room // (len(sizes) - n))
     room -= out[i]
-    remaining -= 1
   return out
 
 

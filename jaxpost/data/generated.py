@@ -23,7 +23,6 @@ _ARITHMETIC = {
 }
 _NOISY = {**_ARITHMETIC, 'noise': 0.0}  # share of the labels that are flipped
 _SOLVE = {'+': operator.add, '-': operator.sub, '*': operator.mul}
-_SHARES = ('correct', 'noise')
 Row = dict[str, Any]
 
 
@@ -125,7 +124,7 @@ def _check(name: str, options: Row) -> int:
     raise InputError(f'generated:{name}: split={split!r} is neither train nor test')
   if not ops or set(ops) - set('+-*'):
     raise InputError(f'generated:{name}: ops={ops!r}: only + - and *')
-  for share in _SHARES:
+  for share in ('correct', 'noise'):
     if not 0 <= options.get(share, 0) <= 1:
       raise InputError(f'generated:{name}: {share} is a share, from 0 to 1')
   largest = 10 ** options['digits'] - 1 if options['digits'] else options['max']

@@ -231,11 +231,8 @@ class Parquet(RandomAccess):
     super().__init__(path, name)
     self._groups = caches.groups
     self._arrow, self._lib, self._parquet = binary_files.import_reader(name, 'parquet', *binary_files.PARQUET)
-
-    def group_sizes(file: Any) -> list[int]:
-      return [file.metadata.row_group(g).num_rows for g in range(file.metadata.num_row_groups)]
-
-    sizes = self._with_file(group_sizes)
+    metadata = self._with_file(lambda file: file.metadata)
+    sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
     self._starts = np.append(0, np.cumsum(sizes, dtype=np.int64))
 
   def _with_file(self, use: Callable[[Any], Any]) -> Any:
