@@ -433,9 +433,6 @@ def test_a_copy_of_a_tensor_is_compared_in_few_reads():
   reads = []
 
   class Remote(np.ndarray):
-    def get_shape(self):
-      return list(self.shape)
-
     def __getitem__(self, index):
       reads.append(index)
       return np.asarray(self)[index]

@@ -304,18 +304,13 @@ def test_shards_of_fused_and_mxfp4_tensors_are_read_alone(tmp_path):
   )
   fused = tensor_layout.table(cfg)['layers/up']
   unfused = np.random.RandomState(0).standard_normal((2, 4, 32, 64)).astype('f')
-
-  class Slice(np.ndarray):
-    def get_shape(self):
-      return list(self.shape)
-
-  tensors = {name: x.view(Slice) for name, x in zip(fused.names, unfused)}
+  tensors = dict(zip(fused.names, unfused))
   bounds = ((1, 2), (2, 4), (8, 24), (5, 9))
   np.testing.assert_array_equal(
     tensor_reader.read(fused, tensors, bounds, np.float32), unfused[1:2, 2:4, 8:24, 1::2][..., 5:9]
   )
   blocks = np.random.RandomState(0).randint(0, 256, (4, 8, 2, 16), np.uint8)
-  matrices = mxfp4_lib.Matrices(blocks.view(Slice), np.full((4, 8, 2), 127, np.uint8).view(Slice))
+  matrices = mxfp4_lib.Matrices(blocks, np.full((4, 8, 2), 127, np.uint8))
   all_of_it = (slice(0, 4), slice(0, 64), slice(0, 8))
   part = (slice(1, 3), slice(20, 50), slice(2, 5))
   np.testing.assert_array_equal(matrices[part], matrices[all_of_it][part])

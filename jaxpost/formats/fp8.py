@@ -22,21 +22,21 @@ _WEIGHT, _SCALE, _ACTIVATIONS = '.weight', '.weight_scale_inv', '.activation_sca
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-  """A matrix [F, D] and its scales, with the interface of one slice of a safetensors file."""
+  """A matrix [F, D] and its scales, with the interface of `safetensors_file.Tensor`."""
+
+  dtype = 'F32'
 
   codes: Any
   scales: Any  # [F / rows, D / columns], rounded up
   block: tuple[int, int]
 
-  def get_shape(self) -> list[int]:
-    return self.codes.get_shape()
-
-  def get_dtype(self) -> str:
-    return 'F32'
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.codes.shape
 
   def __getitem__(self, key: tuple[slice, slice]) -> np.ndarray:
     """Reads some rows and columns, and the scales of the blocks that overlap them."""
-    spans = [slice(*s.indices(n)[:2]) for s, n in zip(key, self.get_shape(), strict=True)]
+    spans = [slice(*s.indices(n)[:2]) for s, n in zip(key, self.shape, strict=True)]
     blocks = tuple(slice(s.start // b, -(-s.stop // b)) for s, b in zip(spans, self.block))
     scales = self.scales[blocks].astype(np.float32)
     for axis, (span, block_range, size) in enumerate(zip(spans, blocks, self.block)):
@@ -61,15 +61,14 @@ def joined(tensors: dict[str, tuple], config: dict[str, Any]) -> dict[str, tuple
     base = name.removesuffix(_SCALE)
     file, scales = out.pop(name)
     out.pop(base + _ACTIVATIONS, None)  # activations are not quantized here
-    if base + _WEIGHT not in tensors or tensors[base + _WEIGHT][1].get_dtype() != FLOAT8:
+    if base + _WEIGHT not in tensors or tensors[base + _WEIGHT][1].dtype != FLOAT8:
       raise InputError(f'{file}: tensor {name} has no matrix {base + _WEIGHT} in {FLOAT8} beside it')
     file_of_codes, codes = tensors[base + _WEIGHT]
-    shape = codes.get_shape()
+    shape, actual = codes.shape, scales.shape
     block = tuple(size or shape)
     if len(shape) != 2 or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
-      raise InputError(f'{file}: weight_block_size={size!r} of tensor {base + _WEIGHT} {shape} is not supported')
+      raise InputError(f'{file}: weight_block_size={size!r} of tensor {base + _WEIGHT} {list(shape)} is not supported')
     expected = tuple(-(-n // b) for n, b in zip(shape, block))
-    actual = tuple(scales.get_shape())
     if actual != expected and not (math.prod(actual) == 1 == math.prod(expected)):
       raise InputError(f'{file}: tensor {name} has shape {list(actual)}; blocks of {list(block)} need {list(expected)}')
     out[base + _WEIGHT] = file_of_codes, Matrix(codes, dataclasses.replace(scales, shape=expected), block)

@@ -104,14 +104,14 @@ def _open(folder: Path, table: dict[str, Stored], cfg: ModelConfig, stack: conte
         f'{folder}: tensor {name} {list(shape)} is missing; config.json asks for it, so the folder is incomplete{hint}'
       )
     file, tensor = tensors[name]
-    if tuple(tensor.get_shape()) != shape:
+    if tensor.shape != shape:
       raise InputError(
-        f'{file}: tensor {name} has shape {list(tensor.get_shape())}, '
+        f'{file}: tensor {name} has shape {list(tensor.shape)}, '
         f'config.json asks for {list(shape)}; they are of different models'
       )
-    if tensor.get_dtype() not in safetensors_file.FLOATS:
+    if tensor.dtype not in safetensors_file.FLOATS:
       raise InputError(
-        f'{file}: tensor {name} has type {tensor.get_dtype()}; supported: '
+        f'{file}: tensor {name} has type {tensor.dtype}; supported: '
         f'{", ".join(safetensors_file.FLOATS)}: use an unquantized model'
       )
   _check_extra(folder, tensors, shapes, cfg)
@@ -120,9 +120,9 @@ def _open(folder: Path, table: dict[str, Stored], cfg: ModelConfig, stack: conte
 
 def same_values(a: Any, b: Any) -> bool:
   """Returns True if two tensors have the same shape, and the same values in 17 parts of 64 rows from first to last."""
-  shape = a.get_shape()
+  shape = a.shape
   starts = {*np.linspace(0, max(0, shape[0] - 64), 17, dtype=int).tolist()}
-  return shape == b.get_shape() and all(np.array_equal(a[i : i + 64, :], b[i : i + 64, :]) for i in starts)
+  return shape == b.shape and all(np.array_equal(a[i : i + 64, :], b[i : i + 64, :]) for i in starts)
 
 
 def _check_extra(folder: Path, tensors: dict, shapes: dict, cfg: ModelConfig) -> None:
@@ -144,7 +144,7 @@ def _check_extra(folder: Path, tensors: dict, shapes: dict, cfg: ModelConfig) ->
     file, tensor = tensors[extra[0]]
     hint = ', or the head is right where it differs from the embedding: set tie_word_embeddings to false in config.json'
     raise InputError(
-      f'{file}: tensor {extra[0]} {list(tensor.get_shape())} and {len(extra) - 1} more '
+      f'{file}: tensor {extra[0]} {list(tensor.shape)} and {len(extra) - 1} more '
       f'have no place in a {cfg.family} model of {cfg.num_layers} layers; '
       'config.json and weights are of different models' + (hint if extra[0] == _HEAD else '')
     )

@@ -30,7 +30,7 @@ def open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, tuple[P
   for name, file in index.items():
     if name not in tensors or tensors[name][0].name != file:
       raise InputError(f'{folder / file}: lacks tensor {name}, which {INDEX} places there; copy or download both again')
-  if any(tensor.get_dtype() == FLOAT8 for _, tensor in tensors.values()):
+  if any(tensor.dtype == FLOAT8 for _, tensor in tensors.values()):
     from jaxpost.formats import fp8
 
     tensors = fp8.joined(tensors, object_store.read_json(folder / 'config.json'))

@@ -20,17 +20,17 @@ _VALUES = np.concatenate([_VALUES, -_VALUES])
 
 @dataclasses.dataclass(frozen=True)
 class Matrices:
-  """Blocks and scales, with the interface of one slice of a safetensors file of shape [E, D, F]."""
+  """Blocks and scales, with the interface of a `safetensors_file.Tensor` of shape [E, D, F]."""
+
+  dtype = 'BF16'  # which holds them exactly
 
   blocks: Any
   scales: Any
 
-  def get_shape(self) -> list[int]:
-    experts, outputs, runs, _ = self.blocks.get_shape()
-    return [experts, runs * _RUN, outputs]
-
-  def get_dtype(self) -> str:
-    return 'BF16'  # which holds them exactly
+  @property
+  def shape(self) -> tuple[int, ...]:
+    experts, outputs, runs, _ = self.blocks.shape
+    return experts, runs * _RUN, outputs
 
   def __getitem__(self, key):
     experts, inputs, outputs = key

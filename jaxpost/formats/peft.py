@@ -187,9 +187,9 @@ def _check_tensors(folder: epath.Path, places: dict[str, Stored], tensors: dict)
   for name, shape in shapes.items():
     if name not in tensors:
       raise peft_layout.other_model(folder, f'tensor {name} {list(shape)} is missing')
-    actual_shape = tensors[name].get_shape()
-    if tuple(actual_shape) != shape:
-      raise peft_layout.other_model(folder, f'tensor {name} has shape {actual_shape}, not {list(shape)}')
+    actual_shape = tensors[name].shape
+    if actual_shape != shape:
+      raise peft_layout.other_model(folder, f'tensor {name} has shape {list(actual_shape)}, not {list(shape)}')
   extra = sorted(set(tensors) - set(shapes))
   if extra:
     raise peft_layout.other_model(folder, f'tensor {extra[0]} and {len(extra) - 1} more have no place')

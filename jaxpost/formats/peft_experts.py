@@ -28,19 +28,20 @@ _PARAMETER = {'gate': 'gate_up_proj', 'up': 'gate_up_proj', 'down': 'down_proj'}
 
 @dataclasses.dataclass(frozen=True)
 class ExpertTensor:
-  """One expert's part of a tensor of all experts, with the interface of a safetensors slice.
+  """One expert's part of a tensor of all experts, with the interface of `safetensors_file.Tensor`.
 
   Attributes:
-    read: returns the whole tensor. shape: of the whole tensor.
+    read: returns the whole tensor. whole_shape: its shape.
     index: the part, a slice for each dimension.
   """
 
   read: Callable[[], Any]
-  shape: list[int]
+  whole_shape: tuple[int, ...]
   index: tuple[slice, slice]
 
-  def get_shape(self) -> list[int]:
-    return [len(range(*part.indices(size))) for part, size in zip(self.index, self.shape)]
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return tuple(len(range(*part.indices(size))) for part, size in zip(self.index, self.whole_shape))
 
   def __getitem__(self, index: Any) -> Any:
     return self.read()[self.index][index]
@@ -92,9 +93,9 @@ def split(
       name = f'{prefix}lora_{side.upper()}.weight'
       if name not in tensors:
         continue
-      shape = tensors[name].get_shape()
+      shape = tensors[name].shape
       if shape[1 if side == 'b' else 0] != experts * tensor_rank:
-        raise peft_layout.other_model(folder, f'tensor {name} has shape {shape}')
+        raise peft_layout.other_model(folder, f'tensor {name} has shape {list(shape)}')
       if side == 'a':
         start = expert * tensor_rank + first_rank
         index = slice(start, start + rank), slice(None)

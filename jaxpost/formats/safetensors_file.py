@@ -28,24 +28,18 @@ _HEADER = 100_000_000  # bytes at most, as in the library of that name
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-  """A tensor in a file, with the interface of `safetensors.safe_open(...).get_slice(name)`.
+  """A tensor in a file, parts of which are read by indexing.
 
   Of a memory-mapped file, only the indexed part is copied, and its pages are released. Of other files, whole rows are
   read.
   """
 
   file: typing.BinaryIO | mmap.mmap
-  dtype: str
+  dtype: str  # as the file names it, such as 'BF16'
   shape: tuple[int, ...]
   start: int  # first byte in the file
   where: str  # file and name, for errors
   size: int  # in bytes
-
-  def get_shape(self) -> list[int]:
-    return list(self.shape)
-
-  def get_dtype(self) -> str:
-    return self.dtype
 
   def __getitem__(self, index) -> np.ndarray:
     """Returns the indexed part of the tensor.

@@ -219,7 +219,7 @@ def _read(stored: Stored, tensor: Any, shape: Sequence[int], bounds: Sequence[tu
   if stored.spec.matrix:
     return _read_matrix(stored, tensor, shape, bounds)
   (start, end), *inner_bounds = bounds
-  end = min(end, tensor.get_shape()[0])
+  end = min(end, tensor.shape[0])
   if start >= end:  # only padding beyond the vocabulary; safetensors refuses empty slices
     return np.zeros((0, *(upper - lower for lower, upper in inner_bounds)))
   if stored.order:
