@@ -84,7 +84,7 @@ def main():
 
   jax.lax.ragged_all_to_all = ragged
   plain = expert_parallel.exchange
-  ways = {'padded': plain, 'ragged': lambda *args: plain(*args[:4], True)}
+  ways = {'padded': plain, 'ragged': lambda *args: plain(*args[:3], True)}
   model = model_lib.build(tiny.config(family='qwen3_moe', experts=Experts(8, 3, 24)))
   params = {k: tiny.params(model)['layers'][k][0] for k in ('router', 'gate', 'up', 'down')}
   random = np.random.RandomState(0)
@@ -146,7 +146,7 @@ def main():
   split = PartitionSpec('expert')
 
   def both(x, y):
-    trip = expert_parallel.plan_dispatch(jnp.asarray(requested), 'expert', way == 'ragged')
+    trip = expert_parallel.plan_dispatch(jnp.asarray(requested), way == 'ragged')
     there, back = expert_parallel.dispatch(x[0], trip), expert_parallel.combine(y[0], trip)
     real = jnp.arange(6)[:, None] < trip.received[:, None, None]
     return jax.lax.psum(jnp.stack([jnp.sum(jnp.where(real, there * y[0], 0)), jnp.sum(x[0] * back)]), 'expert'), (

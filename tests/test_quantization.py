@@ -113,7 +113,7 @@ def test_products_and_gradients_equal_those_of_the_dequantized_matrix(kind, dtyp
 def quantized_model(kind, rank=3, **fields):
   """Returns a frozen, quantized tiny model, with adapters of all matrices unless `rank` is 0."""
   spec = (rank, 5.0, False, ALL) if rank else ()
-  return quantization.quantize_model(model_lib.freeze(model_lib.build(tiny.config(lora=spec, **fields)), ''), kind)
+  return model_lib.quantized(model_lib.freeze(model_lib.build(tiny.config(lora=spec, **fields)), ''), kind)
 
 
 def logits(model, params, compute=tiny.EXACT):

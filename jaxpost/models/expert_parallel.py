@@ -1,6 +1,6 @@
 """Expert parallelism: all-to-all dispatch of tokens to their experts, and combine.
 
-Legend: n devices along the mesh axis, N rows of each (a row is a token), D width of a row, k experts of a row.
+Legend: n devices along the mesh axis 'expert', N rows of each (a row is a token), D width of a row, k experts of a row.
 
 A row is sent once to each device that has some of its experts, which sends one sum back. Nothing is dropped: the
 receive buffer has room for all rows of all devices, as much as an all-gather of them would take.
@@ -21,7 +21,6 @@ class Dispatch:
     place: [n, N] int32, the place of a local row among those sent.
     arrived: [n, N] int32, for each device the numbers that its rows have there, first of those received from it.
     sent, received: [n] int32, numbers of rows to and from each device.
-    axis: name of the mesh axis.
     exact: see `exchange`.
   """
 
@@ -31,7 +30,6 @@ class Dispatch:
   arrived: jax.Array
   sent: jax.Array
   received: jax.Array
-  axis: str = struct.field(pytree_node=False)
   exact: bool = struct.field(pytree_node=False)
 
 
@@ -53,7 +51,7 @@ def sort_by_key(key: jax.Array, num_keys: int) -> tuple[jax.Array, jax.Array]:
   return (packed & (2**bits - 1)).astype(jnp.int32), (packed >> bits).astype(key.dtype)
 
 
-def plan_dispatch(sends: jax.Array, axis: str, exact: bool) -> Dispatch:
+def plan_dispatch(sends: jax.Array, exact: bool) -> Dispatch:
   """Plans the dispatch of one device.
 
   Args:
@@ -61,7 +59,7 @@ def plan_dispatch(sends: jax.Array, axis: str, exact: bool) -> Dispatch:
       `row` of device i is sent to device j.
     exact: see `exchange`.
   """
-  me = jax.lax.axis_index(axis)
+  me = jax.lax.axis_index('expert')
   goes = sends[me].T
   comes = sends[..., me]
   counts = jnp.sum(sends, axis=1, dtype=jnp.int32)  # [from, to]
@@ -72,7 +70,6 @@ def plan_dispatch(sends: jax.Array, axis: str, exact: bool) -> Dispatch:
     arrived=_true_first(comes),
     sent=counts[me],
     received=counts[:, me],
-    axis=axis,
     exact=exact,
   )
 
@@ -85,7 +82,7 @@ def _true_first(mask: jax.Array) -> jax.Array:
 def dispatch_tokens(
   x: jax.Array, weights: jax.Array, chosen: jax.Array, experts_per_device: int, exact: bool
 ) -> tuple[Dispatch, list[jax.Array]]:
-  """Sends rows over the axis 'expert' to the devices that have their experts.
+  """Sends rows over the mesh axis to the devices that have their experts.
 
   Entries of the result without a received row have no effect, forward or
   backward, because their `chosen` are not experts of this device.
@@ -100,12 +97,12 @@ def dispatch_tokens(
   weights, chosen = (jax.lax.all_gather(y, 'expert') for y in (weights, chosen))
   device = chosen[..., None] // experts_per_device
   sends = jnp.any(device == jnp.arange(len(chosen)), axis=-2)
-  plan = plan_dispatch(sends, 'expert', exact)
+  plan = plan_dispatch(sends, exact)
   weights, chosen = (jnp.take_along_axis(y, plan.arrived[..., None], axis=1) for y in (weights, chosen))
   return plan, [y.reshape(-1, y.shape[-1]) for y in (dispatch(x, plan), weights, chosen)]
 
 
-def exchange(x: jax.Array, sent: jax.Array, received: jax.Array, axis: str, exact: bool) -> jax.Array:
+def exchange(x: jax.Array, sent: jax.Array, received: jax.Array, exact: bool) -> jax.Array:
   """All-to-all: [n, N, D], part i for device i -> [n, N, D], part i from device i.
 
   Args:
@@ -114,26 +111,28 @@ def exchange(x: jax.Array, sent: jax.Array, received: jax.Array, axis: str, exac
       result are 0. XLA:CPU has no ragged all-to-all: there all rows are sent.
   """
   if not exact:
-    return jax.lax.all_to_all(x, axis, 0, 0)
+    return jax.lax.all_to_all(x, 'expert', 0, 0)
   n, rows, width = x.shape
   flat = x.reshape(-1, width)
   starts = jnp.arange(n, dtype=jnp.int32) * rows
   # Each part arrives where this device's rows are on the receiver.
-  output_offsets = jnp.full((n,), jax.lax.axis_index(axis) * rows, jnp.int32)
-  out = jax.lax.ragged_all_to_all(flat, jnp.zeros_like(flat), starts, sent, output_offsets, received, axis_name=axis)
+  output_offsets = jnp.full((n,), jax.lax.axis_index('expert') * rows, jnp.int32)
+  out = jax.lax.ragged_all_to_all(
+    flat, jnp.zeros_like(flat), starts, sent, output_offsets, received, axis_name='expert'
+  )
   return out.reshape(x.shape)
 
 
 @jax.custom_vjp
 def dispatch(x: jax.Array, plan: Dispatch) -> jax.Array:
   """[N, D] -> [n, N, D]: the rows received from each device, first in each part."""
-  return exchange(x[plan.rows], plan.sent, plan.received, plan.axis, plan.exact)
+  return exchange(x[plan.rows], plan.sent, plan.received, plan.exact)
 
 
 @jax.custom_vjp
 def combine(y: jax.Array, plan: Dispatch) -> jax.Array:
   """[n, N, D], results of the received rows -> [N, D], their sums by local row: the transpose of `dispatch`."""
-  results = exchange(y, plan.received, plan.sent, plan.axis, plan.exact)
+  results = exchange(y, plan.received, plan.sent, plan.exact)
   results = jnp.take_along_axis(results, plan.place[..., None], axis=1)
   return jnp.sum(results, axis=0, where=plan.goes[..., None], dtype=jnp.float32).astype(y.dtype)
 

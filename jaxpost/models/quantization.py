@@ -179,13 +179,7 @@ def block_axes(table: dict) -> dict[str, int]:
 
 
 def quantize_model(model: Model, kind: str) -> Model:
-  """Returns the model with its matrices in 8 ('int8') or 4 bits ('nf4').
-
-  Args:
-    kind: one of KINDS; '' returns the model unchanged.
-  """
-  if not kind:
-    return model
+  """Returns the model with its matrices in 8 (`kind` 'int8') or 4 bits ('nf4')."""
   base = model.base or model
   axes = block_axes(base.table)
   table = {}

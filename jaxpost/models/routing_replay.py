@@ -23,9 +23,9 @@ if TYPE_CHECKING:
   from jaxpost.models.routing import Routing
 
 
-def record(routing: Routing | None, cfg: ModelConfig) -> tuple[jax.Array, ...]:
+def record(routing: Routing, cfg: ModelConfig) -> tuple[jax.Array, ...]:
   """Returns the `Cache.experts` of a prefill, L x [S, 1, T, k]; () if the model does not record them."""
-  if routing is None or not cfg.experts or not cfg.experts.record:
+  if not cfg.experts.record:
     return ()
   return tuple(y[:, None].astype(jnp.uint16) for y in routing.chosen)
 
