@@ -13,15 +13,15 @@ class Trace:
   """
 
   def __init__(self, folder: epath.Path, first: int, number: int, last: int):
-    """first: 0 traces nothing. last: step before an evaluation, not traced if another step is."""
+    """last: step before an evaluation, not traced if another step is."""
     self._folder, self._first = folder, first
-    self._after = max(first + 1, min(first + number, last)) if first else 0
+    self._after = max(first + 1, min(first + number, last))
     self._open: bool | None = None  # None before the first step
 
   def at(self, step: int) -> None:
     """Starts or ends the trace; called before each step."""
     if step >= self._after:
-      if self._open is None and self._first:
+      if self._open is None:
         logging.warning('config.log.profile_from=%d traces nothing, as this start begins at step %d', self._first, step)
       self.close()
     # A run that resumes within these steps traces the remaining ones.
