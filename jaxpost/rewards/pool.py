@@ -45,7 +45,7 @@ class _Reply(NamedTuple):
   timed_out: bool = False
 
 
-class RewardPool:
+class RewardPool(contextlib.AbstractContextManager):
   """Reward functions and the processes that run them.
 
   The workers see few environment variables: PATH, HOME, the locale and the like (`process.worker_variables`), those
@@ -207,9 +207,6 @@ class RewardPool:
       thread.join(2.0)
     if self._reaper:
       self._reaper.close()
-
-  def __enter__(self) -> RewardPool:
-    return self
 
   def __exit__(self, *unused) -> None:
     self.close()

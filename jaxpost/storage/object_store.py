@@ -146,16 +146,12 @@ def add_line(path: epath.PathLike, line: str) -> None:
   write_text(path, f'{old}{line}\n')
 
 
-def files(folder: epath.PathLike, parent: str = '') -> list[str]:
-  """Returns the names of all files below a folder, sorted, relative to it; [] if there is no folder.
-
-  parent: limits them to this subfolder.
-  """
+def files(folder: epath.PathLike) -> list[str]:
+  """Returns the names of all files below a folder, sorted, relative to it; [] if there is no folder."""
   names: list[str] = []
   folder = epath.Path(folder)
-  for path in (folder / parent).iterdir() if folder.exists() else ():
-    name = f'{parent}/{path.name}' if parent else path.name
-    names += files(folder, name) if path.is_dir() else [name]
+  for path in folder.iterdir() if folder.exists() else ():
+    names += [f'{path.name}/{name}' for name in files(path)] if path.is_dir() else [path.name]
   return sorted(names)
 
 
