@@ -33,11 +33,7 @@ _MIN_EPISODES = 20  # episodes before that fraction is checked
 
 
 class Episodes:
-  """Replaces `rollout.sampler.Sampler` if prompts are conversations with an environment.
-
-  Args:
-    tokenizer: must have a chat template.
-  """
+  """Replaces `rollout.sampler.Sampler` if prompts are conversations with an environment; needs a chat template."""
 
   def __init__(
     self, engine: Any, run_key: Any, pool: EnvironmentPool | PoolsBySource, tokenizer: Tokenizer, limits: EpisodeLimits

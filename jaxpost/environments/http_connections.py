@@ -45,11 +45,6 @@ class Reply(NamedTuple):
   kind: str = 'application/json'
 
 
-def _last_event(reply: Reply) -> str:
-  """Returns the text of a reply as the end of a stream of events; JSON of an error becomes an event."""
-  return reply.text if reply.kind == EVENTS else f'data: {reply.text}\n\n'
-
-
 class HttpError(Exception):
   """A request that is refused before it is read to its end; the connection ends with it."""
 
@@ -108,7 +103,7 @@ class Connections:
   Attributes:
     port: the port that the server listens on.
     held: bytes of all requests that are being read or answered.
-    unsent: number of answers whose client left before it had read them.
+    ending: set once `close` was called.
 
   Args:
     listening: see `listen`.
@@ -129,25 +124,24 @@ class Connections:
     self.refusal = refusal
     self.port = listening.getsockname()[1]
     self.held = 0
-    self.unsent = 0
+    self.ending = asyncio.Event()
     self._listening = listening
     self._open: dict[asyncio.Task, _Connection] = {}
     self._loop = asyncio.new_event_loop()
-    self._ending = asyncio.Event()
     self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), daemon=True)
     self._thread.start()
 
   def close(self) -> None:
     """Stops listening, sends the answers that are ready within a few seconds, and ends all connections."""
     if self._thread.is_alive():
-      self._loop.call_soon_threadsafe(self._ending.set)
+      self._loop.call_soon_threadsafe(self.ending.set)
       self._thread.join()
     if not self._loop.is_closed():
       self._loop.close()
 
   async def _serve(self) -> None:
     server = await asyncio.start_server(self._accepted, sock=self._listening, limit=_PART, backlog=_BACKLOG)
-    await self._ending.wait()
+    await self.ending.wait()
     server.close()
     answering = [task for task, connection in self._open.items() if connection.answering]
     if answering:
@@ -164,16 +158,10 @@ class Connections:
     try:
       await connection.serve()
     except (ConnectionError, TimeoutError) as error:
-      self.unsent += 1
       logging.info('a client was gone before its answer: %s', type(error).__name__)
     finally:
       del self._open[task]
       writer.transport.abort()
-
-  @property
-  def ending(self) -> bool:
-    """True once `close` was called."""
-    return self._ending.is_set()
 
 
 class _Connection:
@@ -218,12 +206,11 @@ class _Connection:
     self.answering = True
     reply = await self._answer(call)
     if reply is None:
-      self._owner.unsent += 1
       return False
     await self._send(reply)
     self.answering = False
     self._hold(-self._held)
-    return self._protocol.our_state is h11.DONE and not self._owner.ending
+    return self._protocol.our_state is h11.DONE and not self._owner.ending.is_set()
 
   async def _read(self) -> Call | None:
     """Returns the next request; None if the client has closed the connection instead."""
@@ -282,7 +269,8 @@ class _Connection:
   async def _send(self, reply: Reply) -> None:
     """Sends a reply, or the end of a stream of events; TimeoutError if the client does not read it."""
     if self._streaming:
-      self._write(h11.Data(data=_last_event(reply).encode()))
+      text = reply.text if reply.kind == EVENTS else f'data: {reply.text}\n\n'  # JSON of an error becomes an event
+      self._write(h11.Data(data=text.encode()))
     else:
       data = reply.text.encode()
       self._write_head(reply.status, reply.kind, ('Content-Length', str(len(data))))

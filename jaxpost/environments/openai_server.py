@@ -270,7 +270,7 @@ class Endpoint:
     chunks = self._scorers[job.model].chunks([Example(p, np.ones(len(p), bool)) for p in job.prompts])
     scores: list[Any] = []
     while len(scores) < len(job.prompts):
-      with self.shared.between_blocks():
+      with self.shared.lock:  # between two blocks
         if call.client_left or self.shared.stopped:
           return None
         scores += next(chunks)

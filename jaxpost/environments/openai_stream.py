@@ -64,10 +64,6 @@ class EventStream:
 
   Attributes:
     texts: a `TextStream` for each choice; (): all is sent at the end.
-
-  Args:
-    is_chat: whether it answers a chat.
-    model: its name in the events.
   """
 
   def __init__(self, is_chat: bool, model: str, texts: Sequence[TextStream] = ()) -> None:

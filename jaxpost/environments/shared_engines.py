@@ -38,13 +38,14 @@ class SharedEngines:
 
   Attributes:
     open: answers of requests that have not ended, queued or in a slot.
+    lock: held by the engine that runs; another thread gets it between two blocks.
   """
 
   def __init__(self, engines: Mapping[str, Any]) -> None:
     self.open: set[Answer] = set()
     self._engines = engines
     self._queues: dict[str, queue.SimpleQueue[Request]] = {name: queue.SimpleQueue() for name in engines}
-    self._lock = FairLock()
+    self.lock = FairLock()
     self._stop = threading.Event()
     self._ended = self._stop.is_set
     self._tick_s = _TICK_S
@@ -99,12 +100,8 @@ class SharedEngines:
     for answer in list(self.open):
       answer.cancel()
 
-  def between_blocks(self) -> FairLock:
-    """Returns a context in which no engine runs."""
-    return self._lock
-
   def _drive(self, name: str, run_key: Any, step: int, **hooks: Callable | None) -> dict:
-    with self._lock:
+    with self.lock:
       return self._engines[name].serve(
         [], run_key=run_key, step=step, next_requests=functools.partial(self._exchange, self._queues[name]), **hooks
       )
@@ -119,11 +116,11 @@ class SharedEngines:
         completion.request.tag.set_result(completion)
     if self._ended():
       return []
-    self._lock.release()
+    self.lock.release()
     try:
       return self._next_requests(waiting, idle)
     finally:
-      self._lock.acquire()
+      self.lock.acquire()
 
   def _next_requests(self, waiting: queue.SimpleQueue, idle: bool) -> list[Request]:
     """Returns the queued requests; an idle engine waits until there is one or the end."""
