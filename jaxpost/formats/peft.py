@@ -52,9 +52,11 @@ _SUPPORTED = {
 _HEADS = {'score', 'classifier'}
 
 
-def base_of(folder: epath.PathLike) -> str:
-  """Returns the name or folder of the model that an adapter was trained on; '' if it does not say."""
-  return object_store.read_json(model_folder.opened(folder) / CONFIG).get('base_model_name_or_path') or ''
+def base_of(folder: epath.Path) -> str | None:
+  """Returns the name or folder of the model that an adapter was trained on, or ''; None if the folder is no adapter."""
+  if (folder / CONFIG).exists() and not (folder / 'config.json').exists():
+    return object_store.read_json(folder / CONFIG).get('base_model_name_or_path') or ''
+  return None
 
 
 def is_judge(folder: epath.PathLike) -> bool:

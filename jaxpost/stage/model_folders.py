@@ -69,7 +69,7 @@ def origin(section: ModelSection, cfg: ModelConfig) -> multimodal.Origin | None:
   is_run = (epath.Path(run_folder).expanduser() / 'checkpoints').exists()
   if not path or is_run:  # random weights and checkpoints have no other parts
     return None
-  path = adapter_base(epath.Path(path).expanduser()) or path
+  path = peft.base_of(epath.Path(path).expanduser()) or path
   folder = model_folder.opened(local_folder(path, 'config.model.path'))
   if section.text_only and config_fields.other_parts(object_store.read_json(folder / 'config.json')):
     return multimodal.Origin(folder)
@@ -104,13 +104,6 @@ def open_custom(path: str, model: model_lib.Model) -> epath.Path:
     raise InputError(f'config.model.path: {path} is no folder; a custom model reads what was exported from it')
   hf.check(folder, model.config, model.table)
   return folder
-
-
-def adapter_base(folder: epath.Path) -> str | None:
-  """Returns the base model that a PEFT folder names; None if the folder is no adapter."""
-  if (folder / peft.CONFIG).exists() and not (folder / 'config.json').exists():
-    return peft.base_of(folder)
-  return None
 
 
 def with_adapter(config: ModelConfig, path: str, rank: int = 0) -> ModelConfig:

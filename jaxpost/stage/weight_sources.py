@@ -53,9 +53,10 @@ def find(text: str, key: str, earlier: Mapping[str, Source], text_only: bool = F
   local = epath.Path(path).expanduser()
   if (local / 'checkpoints').exists() or (step and local.exists()):
     return of_checkpoint(*find_run(text, key))
+  from jaxpost.formats import peft
   from jaxpost.stage import model_folders
 
-  base = model_folders.adapter_base(local)
+  base = peft.base_of(local)
   if base is not None:
     return with_adapter(text, find(base, f'{key}: base of {text}', earlier, text_only))
   folder, config = model_folders.open_folder(text, key, text_only)
