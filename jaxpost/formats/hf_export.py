@@ -141,7 +141,7 @@ def _write_weights(
   """Fills shards with tensors in the order of the table, with one parameter on the host at a time."""
   table = tensor_layout.table(model.config, model.table)
   if origin:
-    table = origin.with_copies(table, model.config)
+    table = origin.with_copies(table)
   tensors = {
     name: (np.dtype(stored.spec.dtype or dtype), stored.shape)
     for group in tensor_layout.groups(table)
@@ -189,7 +189,7 @@ def export_tensors(
   Merges one layer at a time, of the parameters that share a tensor; only that layer is on the host.
   """
   for group in tensor_layout.groups(table):
-    entries = [_entries(_held_parts(params, path), path, stored.spec, merge) for path, stored in group.items()]
+    entries = [_entries(params, path, stored.spec, merge) for path, stored in group.items()]
     stored = next(iter(group.values()))
     for name, *values in zip(stored.names, *entries, strict=True):
       value = tensor_layout.together(stored, list(map(tensor_layout.rows, group.values(), values)))
@@ -197,24 +197,18 @@ def export_tensors(
       yield from ((copy, value) for copy in (name, *stored.copies))
 
 
-def _held_parts(tree: dict, path: str) -> tuple[dict, dict]:
-  """Selects the leaves from which `Model.merge` computes one parameter.
+def _entries(params: dict, path: str, spec: Param, merge: Callable) -> Iterator[np.ndarray]:
+  """Yields the values of a parameter for one tensor after the other, merged and fetched layer by layer.
 
-  Returns:
-    (the parameter's own leaves: its values or quantized codes, and its adapter; other leaves that merging reads: the
-    final norm, whose type quantized matrices get), both nested.
+  `merge` reads the parameter's own leaves (its values or quantized codes, and its adapter) and, unless these are its
+  values alone, the final norm, whose type quantized matrices get.
   """
-  own_leaves = {p: x for p, x in flatten(tree).items() if f'/{path}/' in f'/{p}/'}
-  needs_norm = own_leaves.keys() != {path}
-  return nest(own_leaves), {k: x for k, x in tree.items() if k == 'norm' and needs_norm}
-
-
-def _entries(held_parts: tuple[Any, dict], path: str, spec: Param, merge: Callable) -> Iterator[np.ndarray]:
-  """Yields the values of a parameter for one tensor after the other, merged and fetched layer by layer."""
-  own_leaves, other_leaves = held_parts
+  own_leaves = {p: x for p, x in flatten(params).items() if f'/{path}/' in f'/{p}/'}
+  other_leaves = {k: x for k, x in params.items() if k == 'norm' and own_leaves.keys() != {path}}
   for i in range(spec.shape[0] if spec.stack else 1):
-    one_layer = jax.tree.map(lambda x, i=i: x[i][None] if spec.stack else x, own_leaves)  # keeps the axis of layers
-    layer = to_host(leaf(merge(other_leaves | one_layer), path))
+    # The slices keep the axis of layers.
+    one_layer = {p: x[i][None] if spec.stack else x for p, x in own_leaves.items()}
+    layer = to_host(leaf(merge(other_leaves | nest(one_layer)), path))
     yield from layer.reshape(-1, *spec.shape[spec.stack :])  # [1 or experts, ...]
 
 

@@ -21,7 +21,6 @@ from jaxpost.storage import object_store, seals
 
 if TYPE_CHECKING:
   from jaxpost.formats.tensor_layout import Stored
-  from jaxpost.models.config import ModelConfig
 
 OTHERS = 'model-other-parts.safetensors'
 # Beginning of tensor names of the text model in a multimodal folder -> in a folder of the text model alone.
@@ -191,9 +190,8 @@ class Origin(contextlib.AbstractContextManager):
       return {}
     return modules
 
-  def with_copies(self, table: dict[str, Stored], cfg: ModelConfig) -> dict[str, Stored]:
+  def with_copies(self, table: dict[str, Stored]) -> dict[str, Stored]:
     """Returns `table` with the names of copies of tensors that this folder has."""
-    del cfg
     return table
 
   def write_others(self, staged: Any, others: dict[str, Any]) -> dict[str, str]:

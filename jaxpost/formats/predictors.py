@@ -102,11 +102,11 @@ class Predictors(multimodal.Origin):
   def name(self, text: str) -> str:
     return text
 
-  def with_copies(self, table: dict[str, Stored], cfg: ModelConfig) -> dict[str, Stored]:
-    if 'mtp' not in cfg.more_heads:
+  def with_copies(self, table: dict[str, Stored]) -> dict[str, Stored]:
+    if 'mtp' not in self._cfg.more_heads:
       return table
     out = dict(table)
-    for copy, path in _copies(table, cfg).items():
+    for copy, path in _copies(table, self._cfg).items():
       if copy in self._found:
         out[path] = dataclasses.replace(out[path], copies=(*out[path].copies, copy))
     return out

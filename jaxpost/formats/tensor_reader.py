@@ -86,11 +86,7 @@ def _piece_shape(spec: Param, shape: Sequence[int], limit: int, unit: int = 1) -
 
 
 def read(stored: Stored, tensors: dict[str, Any], bounds: Sequence[tuple[int, int]], dtype: Any) -> np.ndarray:
-  """Reads the elements `bounds` = ((start, end), ...) of a parameter.
-
-  Args:
-    tensors: name -> open slice of a safetensors file.
-  """
+  """Reads the elements `bounds` = ((start, end), ...) of a parameter from `tensors`, {name: open tensor}."""
   spec = stored.spec
   out = np.empty([end - start for start, end in bounds], dtype)
   if not spec.stack:
@@ -111,7 +107,7 @@ def load(stored: Stored, tensors: dict[str, Any], to: NamedSharding, dtype: np.d
   Of a parameter larger than a piece, each device reads a part, and the devices exchange the parts: a collective.
 
   Args:
-    tensors: name -> open slice of a safetensors file.
+    tensors: {name: open tensor}.
     write: see `hf.load_params`.
   """
   full_shape = stored.spec.shape
