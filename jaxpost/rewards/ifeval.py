@@ -122,14 +122,6 @@ def _no_comma(text: str) -> bool:
   return ',' not in text
 
 
-def _upper(text: str) -> bool:
-  return text.isupper()
-
-
-def _lower(text: str) -> bool:
-  return text.islower()
-
-
 def _capitals(text: str, capital_frequency: int, capital_relation: str = 'at least') -> bool:
   return _compare(sum(word.isupper() for word in re.findall(r"[\w'-]+", text)), capital_relation, capital_frequency)
 
@@ -161,8 +153,8 @@ CHECKS: dict[str, Callable[..., bool]] = {
   'startend:end_checker': _ends,
   'startend:quotation': _quoted,
   'punctuation:no_comma': _no_comma,
-  'change_case:english_capital': _upper,
-  'change_case:english_lowercase': _lower,
+  'change_case:english_capital': str.isupper,
+  'change_case:english_lowercase': str.islower,
   'change_case:capital_word_frequency': _capitals,
   'combination:two_responses': _two,
   'combination:repeat_prompt': _repeated,

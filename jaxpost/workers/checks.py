@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterable
-from typing import Any, TypeGuard
+from typing import Any
 
 from jaxpost.workers import runner
 
@@ -234,13 +234,13 @@ def _check_compare(node: ast.Compare) -> None:
   if not isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
     return
   for side in (node.left, *node.comparators):
-    name = side.func.id if isinstance(side, ast.Call) and is_name(side.func) else ''
+    name = side.func.id if isinstance(side, ast.Call) and isinstance(side.func, ast.Name) else ''
     if name[:1].isupper() and name != 'Counter':
       _refuse(node, f"compares objects of the solution's class {name}", 'compare their plain attributes')
 
 
 def _check_call(node: ast.Call) -> None:
-  name = node.func.id if is_name(node.func) else ''
+  name = node.func.id if isinstance(node.func, ast.Name) else ''
   if name == 'isinstance':
     classes = _names(node.args[-1]) if node.args else set()
     if len(node.args) != 2 or not classes or classes - set(KINDS):
@@ -279,7 +279,7 @@ def _own(tree: ast.Module, skipped: set[ast.AST]) -> str:
   asserts = any(isinstance(n, (ast.Assert, ast.With)) for n in nodes)
   bound = {name for node in nodes for name in _bound_names(node)}
   loaded = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)} - bound
-  called = {n.func.id for n in nodes if isinstance(n, ast.Call) and is_name(n.func)} - bound
+  called = {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)} - bound
   functions = called & set(FUNCTIONS)
   free = loaded - set(FUNCTIONS) - set(KINDS) - {'__name__'}
   unknown = sorted(free & set(dir(builtins)))
@@ -314,14 +314,9 @@ def _bound_names(node: ast.AST) -> Iterable[str]:
   return []
 
 
-def is_name(node: ast.AST) -> TypeGuard[ast.Name]:
-  """Returns whether a node is a plain name."""
-  return isinstance(node, ast.Name)
-
-
 def _names(node: ast.AST) -> set[str]:
   """Returns the plain names below a node."""
-  return {n.id for n in ast.walk(node) if is_name(n)}
+  return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
 
 
 def _text(node: ast.AST) -> str:

@@ -101,16 +101,13 @@ def isolated(serve: Callable[[bool], None], binds: Iterable[str], work: str) -> 
     os.close(mapped[1])
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
   os.close(mapped[1])
-  flags = 0
-  for flag in _NEW.values():
-    flags |= flag
 
   def process_1() -> int:
     mount_root(binds, work)
     serve(root)
     return 0
 
-  exit_with(lambda: enter(process_1, flags, entered[1], mapped[0]))
+  exit_with(lambda: enter(process_1, entered[1], mapped[0]))
 
 
 def has_nobody() -> bool:
@@ -160,16 +157,15 @@ def map_ids(pid: int, root: bool) -> None:
       raise OSError(error.errno, f'{name}: {error.strerror}') from error
 
 
-def enter(process_1: Callable[[], int], flags: int, entered: int, mapped: int) -> int:
+def enter(process_1: Callable[[], int], entered: int, mapped: int) -> int:
   """Creates the namespaces and forks their process 1; returns its exit code.
 
   Args:
     process_1: the function that process 1 runs.
-    flags: flags of unshare(2).
     entered: pipe to write to when the namespaces exist.
     mapped: pipe that carries a byte when the user ids are mapped.
   """
-  check(libc.unshare(flags), f'unshare({", ".join(_NEW)})')
+  check(libc.unshare(sum(_NEW.values())), f'unshare({", ".join(_NEW)})')
   os.write(entered, b'+')
   if not os.read(mapped, 1):
     return 1  # The parent has reported why.
@@ -273,14 +269,13 @@ def bind(path: str, target: str) -> None:
   """Mounts a path of the host at `target`, read-only unless it is a device; copies a symbolic link as it is."""
   if not os.path.lexists(path) or os.path.lexists(target):
     return
+  os.makedirs(os.path.dirname(target), exist_ok=True)
   if os.path.islink(path):
-    os.makedirs(os.path.dirname(target), exist_ok=True)
     os.symlink(os.readlink(path), target)
     return
   if os.path.isdir(path):
-    os.makedirs(target)
+    os.mkdir(target)
   else:
-    os.makedirs(os.path.dirname(target), exist_ok=True)
     os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
   mount(path, target, '', _MS_BIND | _MS_REC)
   if not path.startswith('/dev/'):

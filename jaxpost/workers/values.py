@@ -206,7 +206,9 @@ def call_builtin(builtin: Builtin, arguments: list, named: dict, outer: Evaluato
   name = builtin.name
   first = arguments[0] if arguments else None
   if builtin.function:
-    return _call_math(name, builtin.function, arguments, named)
+    if name in ('factorial', 'comb', 'perm'):
+      _limit(max((abs(v) for v in arguments), default=0), 5000)
+    return builtin.function(*arguments, **named)
   if name in ('map', 'filter', 'zip', 'dict', 'Counter'):
     return _call_lazy(name, arguments, named, outer)
   if isinstance(first, Handle) and name in _OF_OBJECTS:
@@ -289,12 +291,6 @@ _BOUNDED: dict[str, Callable] = {
   'round': _round,
   'bytes': _bytes,
 }
-
-
-def _call_math(name: str, function: Callable, arguments: list, named: dict) -> Any:
-  if name in ('factorial', 'comb', 'perm'):
-    _limit(max((abs(v) for v in arguments), default=0), 5000)
-  return function(*arguments, **named)
 
 
 def _call_lazy(name: str, arguments: list, named: dict, outer: Evaluator) -> Any:
