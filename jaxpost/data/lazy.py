@@ -91,13 +91,7 @@ class RowGroups:
     self._file, self._size, self._full = None, 0, False
 
   def row(self, key: Any, i: int, read: Callable[[], Any], arrow: Any) -> Any:
-    """Returns row `i` of a group, as a table.
-
-    Args:
-      key: of the group.
-      read: reads the table of the group.
-      arrow: the module pyarrow.
-    """
+    """Returns row `i` of the group `key`, as a table; `read` reads the group, and `arrow` is the module pyarrow."""
 
     def read_group() -> Any:
       table = read()

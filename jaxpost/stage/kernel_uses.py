@@ -25,7 +25,6 @@ def verified(
   """Returns the compute settings of a stage without kernels that give wrong results on these devices.
 
   Args:
-    layouts: {phase: Layout}.
     dry: for a plan: no kernel runs, and only kernels that the platform lacks are refused.
   """
   inputs = prepared.inputs

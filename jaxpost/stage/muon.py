@@ -23,7 +23,6 @@ def make_muon(schedule: optax.Schedule, options: dict, part: Model, decayed: dic
   them the RMS of AdamW's, so that its learning rates and weight decay apply (arXiv:2502.16982, section 2.2).
 
   Args:
-    schedule: step -> learning rate.
     options: weight_decay of `config.optim`, and those of its b1, b2 and eps that are set.
     part: the model of the trained parameters.
     decayed: tree of bool, the parameters that AdamW decays.

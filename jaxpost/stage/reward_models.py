@@ -79,7 +79,6 @@ def check_tokens(
   """Raises InputError if a reward model or critic has another vocabulary than the policy.
 
   Args:
-    role_sources: {role: Source}.
     earlier: {stage: tokenizer} of the stages that run before this one.
   """
   for role in (REWARD_MODEL, 'critic'):
