@@ -152,10 +152,8 @@ def ultrafeedback(row: Row) -> Row:
   In the data, chosen and rejected are whole conversations, or texts, and prompt is the text of their first turn.
   `score_chosen` and `score_rejected` are kept for a margin.
   """
-  prompt = row['prompt']
+  prompt = as_chat(row)['prompt']
   sides = {}
-  if isinstance(prompt, str):
-    prompt = [{'role': 'user', 'content': prompt}]
   for name in 'chosen', 'rejected':
     side = row[name]
     if isinstance(side, str):
