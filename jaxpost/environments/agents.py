@@ -131,13 +131,12 @@ class Session:
 
 
 def _same_messages(messages: list[dict], others: list[dict]) -> bool:
-  """Returns whether two lists of messages are equal apart from empty fields, which some clients add."""
+  """Returns whether two lists of messages of one length are equal apart from empty fields, which some clients add."""
 
   def filled(message: dict) -> dict:
     return {k: v for k, v in message.items() if v not in (None, [], '')}
 
-  pairs = zip(messages, others)
-  return len(messages) == len(others) and all(isinstance(a, dict) and filled(a) == filled(b) for a, b in pairs)
+  return all(isinstance(a, dict) and filled(a) == filled(b) for a, b in zip(messages, others, strict=True))
 
 
 class Agents(Episodes):
