@@ -55,7 +55,7 @@ def test_kl_cov_takes_the_largest():
   cov = entropy_control.covariance(LOGP, GAINS, MASK)
   order = sorted(by_loop().items(), key=lambda item: -item[1])
   for fraction, count in ((0.2, int(0.2 * len(order))), (1e-9, 1), (1.0, len(order))):
-    assert chosen(entropy_control.kl_cov(cov, MASK, fraction=fraction)) == {t for t, _ in order[:count]}
+    assert chosen(entropy_control.largest(cov, MASK, fraction=fraction)) == {t for t, _ in order[:count]}
 
 
 def test_clip_cov_draws_within_the_bounds():
@@ -75,7 +75,7 @@ def test_clip_cov_draws_within_the_bounds():
 def test_top_entropy_takes_fraction_of_largest_entropies():
   entropy = RANDOM.uniform(size=(5, 7))
   tokens = sorted(chosen(MASK), key=lambda t: -entropy[t])
-  top = entropy_control.top_entropy(entropy, MASK, fraction=0.2)
+  top = entropy_control.largest(entropy, MASK, fraction=0.2)
   assert chosen(top) == set(tokens[: int(0.2 * len(tokens))])
 
 

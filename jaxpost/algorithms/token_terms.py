@@ -41,7 +41,7 @@ def apply(
     cov = entropy_control.covariance(out['sampler_logprobs'], out['advantages'], mask)
     metrics |= {'entropy_cov/mean': float(cov[mask].mean()), 'entropy_cov/max': float(cov[mask].max())}
     if rl.kl_cov:
-      out['kl_cov'] = np.asarray(entropy_control.kl_cov(cov, mask, fraction=rl.kl_cov), np.float32)
+      out['kl_cov'] = np.asarray(entropy_control.largest(cov, mask, fraction=rl.kl_cov), np.float32)
     if rl.clip_cov:
       random = np.random.default_rng((config.seed, experience.step, 0xC0F))
       limits = dict(fraction=rl.clip_cov, low=rl.cov_low, high=rl.cov_high)
@@ -50,7 +50,7 @@ def apply(
       metrics['entropy_cov/clipped'] = float(dropped[mask].mean())
   if rl.top_entropy < 1:
     entropy = experience.arrays['entropy']
-    kept = entropy_control.top_entropy(entropy, mask, fraction=rl.top_entropy)
+    kept = entropy_control.largest(entropy, mask, fraction=rl.top_entropy)
     out['advantages'] = out['advantages'] * kept
     metrics['top_entropy/threshold'] = float(entropy[kept].min())
   if rl.entropy_target:

@@ -44,23 +44,12 @@ def clip_cov(
   return chosen.reshape(mask.shape)
 
 
-def kl_cov(cov: np.ndarray, mask: np.ndarray, *, fraction: float) -> np.ndarray:
-  """Returns a mask [N, C] bool of the tokens with the largest covariance: `fraction` of all, at least one.
+def largest(x: np.ndarray, mask: np.ndarray, *, fraction: float) -> np.ndarray:
+  """Returns a mask [N, C] bool of the tokens with the largest x: `fraction` of all, at least one.
 
-  KL-Cov (arXiv:2505.22617): they get a penalty, the KL divergence from the old policy.
+  With the covariance as x it is KL-Cov (arXiv:2505.22617): they get a penalty, the KL divergence from the old policy.
+  With the entropy as x only they are trained: "Beyond the 80/20 rule" (arXiv:2506.01939), whose fraction is 0.2.
   """
-  return _largest(cov, mask, fraction)
-
-
-def top_entropy(entropy: np.ndarray, mask: np.ndarray, *, fraction: float) -> np.ndarray:
-  """Returns a mask [N, C] bool of the tokens with the largest entropy: `fraction` of all, at least one.
-
-  "Beyond the 80/20 rule" (arXiv:2506.01939): only they are trained; the paper's fraction is 0.2.
-  """
-  return _largest(entropy, mask, fraction)
-
-
-def _largest(x: np.ndarray, mask: np.ndarray, fraction: float) -> np.ndarray:
   mask = np.asarray(mask, bool)
   candidates = np.flatnonzero(mask)
   count = min(len(candidates), max(int(fraction * len(candidates)), 1))
