@@ -56,7 +56,7 @@ def _index(path: epath.Path, verify: bool) -> dict[str, list] | None:
 
 
 def _load(file: epath.Path) -> np.ndarray:
-  if '://' in str(file):
+  if object_store.is_remote(file):
     with file.open('rb') as f:
       return np.load(f, allow_pickle=False)
   return np.load(str(file), mmap_mode='r', allow_pickle=False)

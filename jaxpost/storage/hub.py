@@ -78,14 +78,13 @@ def upload(folder: str, repo: str, private: bool = True) -> str:
   Raises:
     InputError: the hub refuses it, or cannot be reached.
   """
-  import huggingface_hub
-  from huggingface_hub import errors
+  import huggingface_hub as hf
 
-  api = huggingface_hub.HfApi()
+  api = hf.HfApi()
   try:
     api.create_repo(repo, private=private, exist_ok=True)
     api.upload_folder(repo_id=repo, folder_path=folder)
-  except (errors.HfHubHTTPError, OSError) as error:
+  except (hf.errors.HfHubHTTPError, OSError) as error:
     raise InputError(f'--push={repo}: {" ".join(str(error).split())[:300]}') from error
   return f'https://huggingface.co/{repo}'
 
