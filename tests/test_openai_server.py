@@ -918,7 +918,7 @@ def test_failure_of_one_engine_ends_the_server(weights):
       asked.set()
 
     def serve(self, *args, next_requests, **kwargs):
-      while next_requests((), False) is not None and not endpoint.shared.stopped:
+      while next_requests((), False) is not None and not endpoint.shared.stopped.is_set():
         time.sleep(0.01)
 
   endpoint = Endpoint(Waiting(), weights.inputs.tokenizer, name='nano', other_engines={'other': Broken()})

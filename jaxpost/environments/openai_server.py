@@ -143,7 +143,7 @@ class Endpoint:
 
   def stop(self) -> None:
     """Ends `serve` after the sequences in flight."""
-    self.shared.stop()
+    self.shared.stopped.set()
 
   def close(self) -> None:
     """Stops listening and refuses the requests that are left."""
@@ -271,7 +271,7 @@ class Endpoint:
     scores: list[Any] = []
     while len(scores) < len(job.prompts):
       with self.shared.lock:  # between two blocks
-        if call.client_left or self.shared.stopped:
+        if call.client_left or self.shared.stopped.is_set():
           return None
         scores += next(chunks)
     return scores
@@ -294,7 +294,7 @@ class Endpoint:
       for i, answer in enumerate(answers):
         answer.on_tokens = functools.partial(pass_on, i)
     with self.shared.submitted(job.model, job.requests, answers):
-      if call.client_left or self.shared.stopped:  # No engine may be running.
+      if call.client_left or self.shared.stopped.is_set():  # No engine may be running.
         call.cancel()
       ended = asyncio.gather(*map(asyncio.wrap_future, answers), return_exceptions=True)
       ended.add_done_callback(lambda _: arrived.put_nowait(None))

@@ -39,6 +39,7 @@ class SharedEngines:
   Attributes:
     open: answers of requests that have not ended, queued or in a slot.
     lock: held by the engine that runs; another thread gets it between two blocks.
+    stopped: any thread may set it, to end `serve` after the sequences in flight.
   """
 
   def __init__(self, engines: Mapping[str, Any]) -> None:
@@ -46,28 +47,19 @@ class SharedEngines:
     self._engines = engines
     self._queues: dict[str, queue.SimpleQueue[Request]] = {name: queue.SimpleQueue() for name in engines}
     self.lock = FairLock()
-    self._stop = threading.Event()
-    self._ended = self._stop.is_set
+    self.stopped = threading.Event()
+    self._ended = self.stopped.is_set
     self._tick_s = _TICK_S
 
-  @property
-  def stopped(self) -> bool:
-    """True once `stop` was called."""
-    return self._stop.is_set()
-
-  def stop(self) -> None:
-    """Ends `serve` after the sequences in flight; may be called from any thread."""
-    self._stop.set()
-
   def serve(self, run_key: Any, step: int = 0) -> dict[str, dict]:
-    """Answers requests until `stop`; returns the figures of each engine."""
+    """Answers requests until `stopped` is set; returns the figures of each engine."""
     with concurrent.futures.ThreadPoolExecutor(len(self._engines)) as pool:
       jobs = {name: pool.submit(self._drive, name, run_key, step, on_tokens=_pass_on) for name in self._engines}
       try:
         for job in concurrent.futures.as_completed(jobs.values()):
           job.result()
       finally:
-        self._stop.set()  # also ends the other engines if one has failed
+        self.stopped.set()  # also ends the other engines if one has failed
     return {name: job.result() for name, job in jobs.items()}
 
   def serve_until(
@@ -82,7 +74,7 @@ class SharedEngines:
     try:
       return self._drive(name, run_key, step, on_dispatch=on_dispatch)
     finally:
-      self._ended = self._stop.is_set
+      self._ended = self.stopped.is_set
 
   @contextlib.contextmanager
   def submitted(self, name: str, requests: Sequence[Request], answers: Sequence[Answer]) -> Iterator[None]:
