@@ -111,11 +111,6 @@ class Translator:
     value = body.get('logprobs')
     return int(value) if isinstance(value, bool) else number(body, 'logprobs', int, 0)
 
-  def choices(self, is_chat: bool, body: dict, completions: list[Completion]) -> list[dict]:
-    """Returns `choices` of a chat or of completions."""
-    make_choice = self.chat_choice if is_chat else self.text_choice
-    return [make_choice(i, completion, body) for i, completion in enumerate(completions)]
-
   def chat_choice(self, index: int, completion: Completion, body: dict) -> dict:
     """Returns an entry of `choices` of a chat; tool calls are parsed if the body has tools."""
     message = {'role': 'assistant', 'content': self.decode(completion)}

@@ -304,7 +304,8 @@ class Endpoint:
 
   def _respond(self, job: _Job, completions: list[Completion], scores: list[Any]) -> Reply:
     """Returns the reply with these completions and the scores of the prompts, and records what was drawn."""
-    choices = self._translator.choices(job.path == _CHAT, job.body, completions)
+    make_choice = self._translator.chat_choice if job.path == _CHAT else self._translator.text_choice
+    choices = [make_choice(i, completion, job.body) for i, completion in enumerate(completions)]
     if job.session:
       message = choices[0].get('message') or {'role': 'assistant', 'content': choices[0]['text']}
       job.session.record_answer(job.body, completions[0], message)
