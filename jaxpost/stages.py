@@ -272,7 +272,9 @@ def _run_stages(
           try:
             stage = assemble.assemble(placed[i], workdir, writer, params)
           except TooLargeError as error:
-            placed[i] = placed[i].choose_smaller(placed[i], error)
+            if not (choose_smaller := placed[i].choose_smaller):
+              raise
+            placed[i] = choose_smaller(placed[i], error)
         params = None  # the stage has taken them over
         gc.collect()  # frees those of a stage that was too large
       plans.append(precompile.plan_entry(placed[i], stage.memory_usage))

@@ -100,10 +100,9 @@ class PlacedStage(PreparedStage):
 def place_stage(
   prepared: PreparedStage, devices: Sequence[jax.Device] | None = None, ledger: Ledger | None = None
 ) -> PlacedStage:
-  """Places a stage on devices.
+  """Places a stage on devices; one that was placed before, with other settings, is placed anew.
 
   Args:
-    prepared: a stage; if it has been placed before, with other settings, this is ignored.
     devices: the devices of a topology description, for a plan; None for all devices of this run.
     ledger: None for a new one; the ledger of a plan makes no arrays (`dry`).
   """

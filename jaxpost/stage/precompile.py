@@ -80,11 +80,7 @@ def check_fits(predicted: dict[str, int], device: jax.Device) -> None:
 def compile_all(
   placed: PlacedStage, roles: Roles, engine: NativeEngine | None, evaluator: Evaluator | None
 ) -> memory.Memory:
-  """Compiles every program of a stage, two at a time; returns the memory that they need.
-
-  Raises:
-    TooLargeError: a program needs more memory than a device of this run has, or than XLA compiles for.
-  """
+  """Compiles every program of a stage, two at a time; returns the memory that they need, or raises TooLargeError."""
   algorithm, policy = placed.algorithm, roles.policy
   update, update_rows, step_rows = _batches(placed, roles)
   jobs: list[Callable[[], Any]] = []

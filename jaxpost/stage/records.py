@@ -158,10 +158,6 @@ class Workers:
       self.environment.close()
 
 
-def _refuse(placed: PlacedStage, error: TooLargeError) -> PlacedStage:
-  raise error
-
-
 @dataclasses.dataclass(frozen=True)
 class PreparedStage:
   """Everything about a stage that needs no device.
@@ -169,7 +165,7 @@ class PreparedStage:
   by_memory: {'section.field': reason} of the config fields that were left open and then chosen to fit device memory.
   memory_scale: memory by XLA / by arithmetic, of an update and of sampling, where a program was too large by XLA.
   choose_smaller: (the placed stage, error) -> one with smaller settings of fields that were left open; raises
-    InputError if there are none.
+    InputError if there are none. None: a program that is too large ends the run.
   """
 
   inputs: Inputs
@@ -177,7 +173,7 @@ class PreparedStage:
   workers: Workers = Workers()
   by_memory: Mapping[str, str] = dataclasses.field(default_factory=dict)
   memory_scale: tuple[float, float] = (1.0, 1.0)
-  choose_smaller: Callable[[PlacedStage, TooLargeError], PlacedStage] = _refuse
+  choose_smaller: Callable[[PlacedStage, TooLargeError], PlacedStage] | None = None
 
   @property
   def name(self) -> str:
