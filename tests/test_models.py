@@ -9,8 +9,8 @@ import pytest
 import tiny
 
 from jaxpost.models import model as model_lib
-from jaxpost.models import parameters, presets, transformer
-from jaxpost.models.config import Rope
+from jaxpost.models import layers, parameters, presets, transformer
+from jaxpost.models.config import Experts, Rope
 from jaxpost.programs import cache_storage, pages
 from jaxpost.types import Cache
 
@@ -163,6 +163,34 @@ def test_gradients_do_not_depend_on_unroll_remat_or_chunks(gradients, name):
   other, other_grads = run(**COMPUTES[name])
   assert abs(other - value) <= 1e-5 * abs(value)
   jax.tree.map(lambda a, b: assert_close(a / tiny.largest(b), b / tiny.largest(b), 1e-5), other_grads, grads)
+
+
+@pytest.mark.parametrize('experts', [None, Experts(4, 2, 24)], ids=['dense', 'experts'])
+@pytest.mark.parametrize('windows, static', [((3, 0, 3, 0), True), ((3, 0, 0, 0), False)], ids=str)
+def test_scanned_layers_with_windows_equal_unrolled_ones(windows, static, experts, monkeypatch):
+  """Windows that repeat are static in the scan, so that attention skips keys and no device branches over kernels."""
+  family = 'qwen3_moe' if experts else 'qwen3'
+  cfg = tiny.config(family=family, num_layers=4, layer_windows=windows, layer_ropes=(0, -1, 0, -1), experts=experts)
+  model = model_lib.build(cfg)
+  params, ids, seen = tiny.params(model), tiny.tokens((2, 12)), []
+  attention = layers.attention
+
+  def spy(q, k, v, rows, window, **options):
+    seen.append(window)
+    return attention(q, k, v, rows, window, **options)
+
+  def loss_and_gradient(**fields):
+    compute = dataclasses.replace(tiny.EXACT, **fields)
+    return jax.value_and_grad(lambda p: jnp.sum(jnp.sin(tiny.hidden(model, p, ids, compute))))(params)
+
+  value, grads = loss_and_gradient()
+  monkeypatch.setattr(layers, 'attention', spy)
+  for remat in ('none', 'full'):
+    other, other_grads = loss_and_gradient(unroll=False, remat=remat)
+    assert abs(other - value) <= 1e-5 * abs(value)
+    jax.tree.map(lambda a, b: assert_close(a / tiny.largest(b), b / tiny.largest(b), 1e-5), other_grads, grads)
+  assert all(isinstance(window, int) for window in seen) == static and len(seen) >= 2
+  assert cfg.layer_period == (2 if static else 4)
 
 
 def llama3_rope(theta=100.0, **fields):

@@ -175,6 +175,12 @@ class ModelConfig:
     return [LayerKind(*x) for x in zip(self.layer_ropes or zeros, self.layer_windows or zeros)]
 
   @property
+  def layer_period(self) -> int:
+    """Length of the shortest sequence of layers that the model repeats, by their stacks and kinds; at most all."""
+    layers, count = [*zip(self.layer_stacks, self.layer_kinds)], self.num_layers
+    return next(n for n in range(1, count + 1) if count % n == 0 and layers[:n] * (count // n) == layers)
+
+  @property
   def logit_form(self) -> tuple[float, float]:
     """(divisor, soft cap), for `losses.head_chunk.logits`."""
     return self.logit_divisor, self.logit_softcap

@@ -154,8 +154,7 @@ def scan_periods(
   Returns:
     (x, `kept` of each layer, `Routing` of all layers or None).
   """
-  kinds, count = list(zip(cfg.layer_stacks, cfg.layer_kinds)), cfg.num_layers
-  period = next(n for n in range(1, count + 1) if count % n == 0 and kinds[:n] * (count // n) == kinds)
+  count, period = cfg.num_layers, cfg.layer_period
 
   def run_period(x, xs):
     stacks, chosen = xs

@@ -265,7 +265,8 @@ def run_layers(
   elif compute.unroll or isinstance(params['layers'], list):  # a sampler's weights are a list
     each_layer = unstack_layers(params, cfg.layer_stacks)['layers']
     x, kept, routing = layers.in_a_row(layer_of_kind, each_layer, x, cfg, chosen)
-  elif cfg.state_shapes or cfg.mixed or cfg.chunked:
+  elif cfg.state_shapes or cfg.mixed or cfg.chunked or 1 < cfg.layer_period < cfg.num_layers:
+    # Each layer of a period has a static window, so that keys outside of it are skipped, and no device has to branch.
     from jaxpost.models import hybrid
 
     x, kept, routing = hybrid.scan_periods(layer_of_kind, params, x, cfg, chosen)
