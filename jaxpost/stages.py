@@ -241,9 +241,8 @@ def _run_stages(
   placed: list[PlacedStage], workdir: epath.Path, activity: activity_lib.Activity, stop: signals.StopSignal
 ) -> list[dict]:
   """Runs the stages that are not done, exports the last weights, and returns the warnings."""
-  last = placed[-1]
+  last, done = placed[-1], stages_done(placed, workdir)
   log = last.config.log
-  done = stages_done(placed, workdir)
   start_trackers = None
   if log.trackers:
     from jaxpost.monitor import trackers

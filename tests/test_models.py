@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxpost.models import model as model_lib
 from jaxpost.models import layers, parameters, presets, transformer
+from jaxpost.models import model as model_lib
 from jaxpost.models.config import Experts, Rope
 from jaxpost.programs import cache_storage, pages
 from jaxpost.types import Cache

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
   import optax
 
   from jaxpost.algorithms.base import Algorithm
+  from jaxpost.hardware.memory import Memory
   from jaxpost.models.model import Model
   from jaxpost.monitor.host_health import HostHealth
   from jaxpost.monitor.metrics import MetricsWriter
@@ -47,9 +48,6 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
 
   Args:
     params: initial parameters in the layout `placed.train`; their buffers are donated.
-
-  Raises:
-    TooLargeError: a program needs more memory than a device has.
   """
   inputs, config, model = placed.inputs, placed.config, placed.model
   workdir = epath.Path(workdir)
@@ -67,14 +65,7 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
       inputs.algorithm.check_first_step(metrics, config)
 
   evaluate = make_evaluator(placed, engine)
-  too_large = None
-  try:
-    memory_usage = precompile.compile_all(placed, roles, engine, evaluate)
-  except TooLargeError as error:
-    too_large = vars(error)
-  # All processes raise the same. This also keeps one that compiles slowly from timing out the first collective.
-  for refusal in filter(None, coordination.all_gather(too_large)):
-    raise TooLargeError(**refusal)
+  memory_usage = compile_together(placed, roles, engine, evaluate)
   placed.timer.begin(workdir / 'timeline' / f'{placed.name}.json', log.timeline_steps)
   return Stage(
     name=placed.name,
@@ -104,6 +95,21 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
     update_flops=functools.partial(flops_of_updates, placed, roles),
     peak_flops=program_table.peak_flops(jax.devices()),
   )
+
+
+def compile_together(
+  placed: PlacedStage, roles: Roles, engine: NativeEngine | None, evaluator: Evaluator | None
+) -> Memory:
+  """Compiles every program; if one is too large for a device of any process, all processes raise that TooLargeError."""
+  too_large = None
+  try:
+    memory_usage = precompile.compile_all(placed, roles, engine, evaluator)
+  except TooLargeError as error:
+    too_large = vars(error)
+  # This also keeps a process that compiles slowly from timing out the first collective.
+  for refusal in filter(None, coordination.all_gather(too_large)):
+    raise TooLargeError(**refusal)
+  return memory_usage
 
 
 def flops_of_updates(placed: PlacedStage, roles: Roles, updates: Sequence[Update], context: float) -> float:

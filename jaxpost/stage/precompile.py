@@ -141,7 +141,11 @@ def _batches(placed: PlacedStage, roles: Roles) -> tuple[Batch, Batch, Batch]:
   described = functools.partial(jax.ShapeDtypeStruct, sharding=placed.train.sharding((None, 'batch'), (1, micro)))
 
   def batch(rows: int, branches: bool) -> Batch:
-    host = _rollout_row(placed, branches) if placed.algorithm.on_policy else placed.data.first_batch
+    host = placed.data.first_batch
+    if placed.algorithm.on_policy:
+      from jaxpost.stage import sampling_inputs
+
+      host = sampling_inputs.empty_row(placed, branches)
     return jax.tree.map(lambda x: described((rows // micro, micro, *x.shape[1:]), x.dtype), host)
 
   rows = batch(shape.update_rows, has_branches(placed.inputs, placed.data))
@@ -172,19 +176,3 @@ def _score_jobs(placed: PlacedStage, roles: Roles, update_rows: Batch, step_rows
     role = roles.trainable[name]
     jobs.append(functools.partial(role.score_program.compile, role.params, step_rows))
   return jobs
-
-
-def _rollout_row(placed: PlacedStage, branches: bool) -> Batch:
-  """Returns an empty batch of one row with the fields of packed rollouts; `branches`: whether prompts are shared."""
-  length = placed.shape.row_length
-  ints = np.zeros((1, length), np.int32)
-  floats = np.zeros((1, length), np.float32)
-  optional = {'branch_ids': ints} if branches else {}
-  if placed.config.router.routing_replay:
-    cfg = placed.model.config
-    optional['experts'] = np.zeros((1, length, cfg.sparse_layers, cfg.experts.top_k), np.uint16)
-  if placed.config.rl.sampling_mask:
-    optional['allowed'] = np.zeros((1, length, placed.config.rollout.top_k), np.int32)
-  if any('temperature=' in entry for entry in placed.config.rl.sources):
-    optional['temperature'] = floats
-  return Batch(ints, ints, ints, floats, sequence_ids=ints, **optional)

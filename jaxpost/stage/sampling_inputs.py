@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from jaxpost.data import sources
 from jaxpost.distributed import coordination
 from jaxpost.errors import refuse
@@ -19,6 +21,7 @@ from jaxpost.rollout import sampler_config
 from jaxpost.stage import checks, epochs
 from jaxpost.stage.batch_shape import row_length
 from jaxpost.stage.records import PreparedStage, Workers
+from jaxpost.types import Batch
 
 if TYPE_CHECKING:
   from jaxpost.data.prompts import PromptStream
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
   from jaxpost.models.model import Model
   from jaxpost.rewards.pool import RewardPool
   from jaxpost.stage.config import Config
+  from jaxpost.stage.place import PlacedStage
   from jaxpost.stage.records import Inputs
 
 
@@ -216,3 +220,19 @@ def correct_by(config: Config, model_grades: bool) -> str:
   if model_grades:
     names.append(REWARD_MODEL)
   return builtin.pick(names, config.rl.correct_by, 'config.rl.correct_by')
+
+
+def empty_row(placed: PlacedStage, branches: bool) -> Batch:
+  """Returns an empty batch of one row with the fields of packed rollouts; `branches`: whether prompts are shared."""
+  length = placed.shape.row_length
+  ints = np.zeros((1, length), np.int32)
+  floats = np.zeros((1, length), np.float32)
+  optional = {'branch_ids': ints} if branches else {}
+  if placed.config.router.routing_replay:
+    cfg = placed.model.config
+    optional['experts'] = np.zeros((1, length, cfg.sparse_layers, cfg.experts.top_k), np.uint16)
+  if placed.config.rl.sampling_mask:
+    optional['allowed'] = np.zeros((1, length, placed.config.rollout.top_k), np.int32)
+  if any('temperature=' in entry for entry in placed.config.rl.sources):
+    optional['temperature'] = floats
+  return Batch(ints, ints, ints, floats, sequence_ids=ints, **optional)
