@@ -7,9 +7,11 @@ import sys
 import time
 
 import jax
+import numpy as np
 import pytest
 
-from jaxpost.tools.accelerator import rows, supervisor, training, worker
+from jaxpost.rollout import native
+from jaxpost.tools.accelerator import decoding, rows, supervisor, training, worker
 from jaxpost.tools.accelerator.rows import Row
 
 
@@ -99,6 +101,26 @@ def test_command_exits_with_1_if_a_row_failed(tmp_path):
   assert process.returncode == 1, process.stderr[-3000:]
   assert process.stderr.endswith(f'2 of 2 rows failed; {out} has the error of each\n')
   assert ['nowhere' in line['error'] for line in lines_of(out)] == [True, True]
+
+
+def test_bytes_of_decoding_are_those_of_the_entries_that_the_timed_blocks_attend_to(monkeypatch):
+  monkeypatch.setattr(decoding.workload, 'profile', lambda work, per: work() and {})
+  filled_before, generate = [], native.NativeEngine.generate
+
+  def watched(engine, state, read):
+    filled_before.append(np.asarray(state.positions).tolist())
+    return generate(engine, state, read)
+
+  monkeypatch.setattr(native.NativeEngine, 'generate', watched)
+  row = decoding.decode('tiny', layers=1, slots=2, length=64, block=4)
+  assert filled_before == [[36 + 4 * i] * 2 for i in range(7)]
+  timed = filled_before[1:6]  # the first one compiles, the last one is profiled
+  filled = np.mean(timed) + np.mean([0, 1, 2, 3])  # with the entries of the block before a token
+  assert row['filled_entries'] == filled == 49.5
+  longer = decoding.decode('tiny', layers=1, slots=2, length=96, block=4)
+  entry = row['cache_bytes'] / row['cache_entries']  # bytes of an entry in both slots
+  weights = row['bytes_read'] - filled * entry
+  assert weights == longer['bytes_read'] - (filled + 32) * entry > 0
 
 
 @pytest.mark.long

@@ -60,8 +60,17 @@ def _share(seconds: float, count: float) -> dict[str, float]:
   return dict(bytes_read=count, share_of_copy=count / seconds / chip.measured(size)['copy_bytes_per_s'])
 
 
+def _filled_entries(prompt: int, block: int) -> float:
+  """Returns the cache entries of a slot that a token of the timed blocks attends to, on average.
+
+  The first block after a prompt of `prompt` tokens compiles, and the next `_ROUNDS` are timed. A token attends to the
+  entries before its block, and to those of the block before itself.
+  """
+  return prompt + block * (1 + _ROUNDS) / 2 + (block - 1) / 2
+
+
 def decode(preset: str, layers: int, slots: int, length: int, block: int, top_p: float = 1.0) -> dict[str, Any]:
-  """Times a decoding block with all slots in use and caches filled to about `length` entries.
+  """Times decoding blocks with all slots in use, whose caches are filled to `length` entries by the end.
 
   Args:
     slots: sequences decoded at a time.
@@ -88,15 +97,16 @@ def decode(preset: str, layers: int, slots: int, length: int, block: int, top_p:
     seconds = _median_seconds(run, blocks - 2) / engine.block
     profiled = workload.profile(lambda: jax.block_until_ready(run()), per=engine.block)
     weights, cache = engine.weights, state_cell[0].cache
-    filled = decode_bytes(weights, cache, length / engine.length)
+    filled = _filled_entries(len(prompt), engine.block)
     return dict(
       slots=engine.max_concurrent_decodes,
       token_s=seconds,
       tokens_per_s=slots / seconds,
       cache_bytes=memory.size(cache),
-      read_entries=read_bucket or length,
+      read_entries=read_bucket or filled,
       cache_entries=engine.length,
-      **_share(seconds, filled),
+      filled_entries=filled,
+      **_share(seconds, decode_bytes(weights, cache, filled / engine.length)),
       operations_per_token=profiled.pop('operations', None),
       profile=profiled,
       programs=running.programs(),
