@@ -1,5 +1,6 @@
 """`launch.bench accelerator`: every row runs, and a row that fails, hangs or crashes does not stop the others."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -10,8 +11,10 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpost.hardware.chips import Chip
+from jaxpost.planning import machines
 from jaxpost.rollout import native
-from jaxpost.tools.accelerator import decoding, rows, supervisor, training, worker
+from jaxpost.tools.accelerator import decoding, rows, supervisor, training, worker, workload
 from jaxpost.tools.accelerator.rows import Row
 
 
@@ -123,6 +126,25 @@ def test_bytes_of_decoding_are_those_of_the_entries_that_the_timed_blocks_attend
   assert weights == longer['bytes_read'] - (filled + 32) * entry > 0
 
 
+def test_stage_of_a_row_has_the_settings_that_a_run_chooses_by_memory(monkeypatch):
+  """The CPU is taken for a GPU with little memory, then for one of which everything fits, then for itself."""
+
+  def choices():
+    config = dict(algorithm='sft', train=dict(batch_size=8, row_length=512))
+    cfg = workload.shape_of('tiny', 1)
+    with workload.stage(cfg, config, ('sft', workload.lengths_of(0, 512))) as running:
+      return running.figures()['choices']
+
+  own = choices()
+  devices = tuple(jax.devices()[:1])
+  large = machines.Topology('toy', 'gpu', Chip('toy', 1e12, 1e12, 1e12), (1,), owned=devices)
+  small = dataclasses.replace(large, chip=dataclasses.replace(large.chip, memory=2e7))
+  monkeypatch.setattr(machines, 'here', lambda devices: large)
+  assert choices() == own
+  monkeypatch.setattr(machines, 'here', lambda devices: small)
+  assert '(memory: else ' in choices()['train.micro_batch_size'] and '(memory: ' not in str(own)
+
+
 @pytest.mark.long
 def test_mfu_counts_the_context_of_packed_documents(tmp_path, monkeypatch):
   """Documents of 64 tokens attend to 32.5 tokens on average, although half of a row of 256 is 128."""
@@ -176,6 +198,7 @@ def test_every_row_runs_at_tiny_shapes(tmp_path):
   assert lines['versions']['packages']['jax'] == jax.__version__
   assert lines['bits']['bit_equal']
   sft = lines['sft/qwen3_1_7b']
+  assert sft['choices']['train.micro_batch_size'] == '2 (cpu)'
   assert sft['tokens_per_s'] > 0 and sft['profile']['largest'] and sft['predicted_bytes'] > 0
   assert {'update'} <= {p['program'] for p in sft['programs']}
   decode = lines['decode/qwen3_1_7b/32x512']

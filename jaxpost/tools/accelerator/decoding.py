@@ -109,7 +109,7 @@ def decode(preset: str, layers: int, slots: int, length: int, block: int, top_p:
       **_share(seconds, decode_bytes(weights, cache, filled / engine.length)),
       operations_per_token=profiled.pop('operations', None),
       profile=profiled,
-      programs=running.programs(),
+      **running.figures(),
     )
 
 
@@ -127,7 +127,7 @@ def prefill(preset: str, layers: int, prompts: int, length: int) -> dict[str, An
       prefill_s=seconds,
       tokens_per_s=prompts * length / seconds,
       mfu=flops / seconds / chip_spec.flops if chip_spec and chip_spec.flops else None,
-      programs=running.programs(),
+      **running.figures(),
     )
 
 
@@ -167,7 +167,7 @@ def moves(preset: str, layers: int, slots: int, length: int) -> dict[str, Any]:
       reshard_s=min(loads[1:]),
       reshard_bytes=weight_bytes + moved,
       reshard_share_of_copy=_share(min(loads[1:]), weight_bytes + moved)['share_of_copy'],
-      programs=running.programs(),
+      **running.figures(),
     )
 
 
@@ -205,4 +205,5 @@ def mismatch(preset: str, layers: int, contexts: tuple[int, ...], new: int) -> d
       by_context=by_context,
       dtype=running.placed.compute.dtype,
       rejected_shapes=len(running.placed.compute.rejected_shapes),
+      **running.figures(),
     )

@@ -68,7 +68,7 @@ def sft(
       rejected_shapes=len(running.placed.compute.rejected_shapes),
       remat=running.placed.compute.remat,
       **watch.memory(stage.memory_usage()['memory/predicted_bytes']),
-      programs=running.programs(),
+      **running.figures(),
       profile=profiled,
     )
 
@@ -152,7 +152,7 @@ def on_policy(
       sampler_mismatch=_of_policy(item, metrics).get('sampler_mismatch'),
       first_step_refused=_refused(stage, first),
       **watch.memory(stage.memory_usage()['memory/predicted_bytes']),
-      programs=running.programs(),
+      **running.figures(),
     )
 
 

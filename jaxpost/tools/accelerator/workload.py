@@ -23,7 +23,7 @@ from jaxpost.hardware import memory, probe
 from jaxpost.models import model as model_lib
 from jaxpost.models import presets
 from jaxpost.monitor.metrics import MetricsWriter
-from jaxpost.planning import aot, machines, roofline
+from jaxpost.planning import aot, defaults, machines, roofline
 from jaxpost.rewards.pool import RewardPool
 from jaxpost.stage import assemble, load_weights, place, prepare
 from jaxpost.stage import config as config_lib
@@ -88,7 +88,11 @@ class Running:
     writer = MetricsWriter(self.workdir, tensorboard=False, primary=False)
     return assemble.assemble(self.placed, self.workdir, writer, self.params)
 
-  def programs(self) -> list[dict[str, Any]]:
+  def figures(self) -> dict[str, Any]:
+    """Returns the settings in use and what chose them (`choices`), and the compiled programs (`programs`)."""
+    return dict(choices=self.placed.choices, programs=self._programs())
+
+  def _programs(self) -> list[dict[str, Any]]:
     """Returns a row for each compiled program: compile time, memory, and the roofline if the chip is known."""
     topology = machines.here(list(self.placed.train.mesh.devices.flat))
     out = []
@@ -110,7 +114,7 @@ class Running:
 def stage(
   cfg: ModelConfig, config: Mapping[str, Any], rows: tuple[str, np.ndarray], head_elements: int = 0
 ) -> Iterator[Running]:
-  """Places a stage with random weights.
+  """Places a stage with random weights and, as a run does, with defaults that fit the memory of the device.
 
   Args:
     cfg: shape of its model.
@@ -138,7 +142,7 @@ def stage(
     cleanup.callback(prepared.close)
     if close := getattr(data.stream, 'close', None):  # ends the prefetching thread
       cleanup.callback(close)
-    placed = place.place_stage(prepared)
+    placed = place.place_stage(defaults.fitted(prepared, machines.here(jax.devices()), print))
     if head_elements:
       placed = dataclasses.replace(placed, compute=dataclasses.replace(placed.compute, head_elements=head_elements))
     placed.ledger.look = functools.partial(aot.look, placed)
