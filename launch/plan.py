@@ -66,7 +66,7 @@ def main(argv):
     plans = search.search(raw, options, console, tuple(sys.argv[1:]))
   else:
     for p in dry_run.prepare_all(raw, options.stage):
-      p = search.vary(p, auto.choose(p, topology, console.print))
+      p = stage.vary(p, auto.choose(p, topology, console.print))
       p = defaults.fitted(p, topology, console.print)
       plans.append(auto.planned(p, options, console.print))
       tables.show(plans[-1], console)

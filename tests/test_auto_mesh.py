@@ -12,7 +12,7 @@ import jax, rich.console, tiny
 from jaxpost.monitor import metrics
 import jaxpost
 from jaxpost.errors import InputError
-from jaxpost.planning import auto, dry_run, search, stage
+from jaxpost.planning import auto, dry_run, stage
 from jaxpost.hardware import chips
 from jaxpost.planning import machines
 work = pathlib.Path(sys.argv[1])
@@ -37,8 +37,8 @@ out['unknown'] = run('unknown')
 pretend(1e12)
 here = machines.here(jax.devices())
 p, = dry_run.prepare_all(config)
-q = search.vary(p, {'mesh.rollout': 'data=-1'})
-plans = {m: stage.plan(search.vary(q, {'mesh.train': m}),
+q = stage.vary(p, {'mesh.rollout': 'data=-1'})
+plans = {m: stage.plan(stage.vary(q, {'mesh.train': m}),
                        stage.Options(here, ('update',)))
          for m in ('fsdp=-1', 'fsdp=-1,tensor=2', 'fsdp=-1,tensor=4')}
 out['seconds'] = {m: x['programs'][0]['seconds']['no_overlap']

@@ -27,7 +27,7 @@ machines.set_environment(machine)
 
 from jaxpost.hardware import memory
 from jaxpost.models import presets
-from jaxpost.planning import defaults, dry_run, search, stage
+from jaxpost.planning import defaults, dry_run, stage
 from jaxpost.rollout import buckets
 from jaxpost.stage import prepare
 
@@ -55,7 +55,7 @@ def compiled(layers, names):
   """Returns {program: the most bytes of a device}."""
   out = {}
   only = tuple(name for name in stage.PROGRAMS if name in names)
-  for row in stage.plan(search.vary(of_layers(layers), chosen), stage.Options(machine, only))['programs']:
+  for row in stage.plan(stage.vary(of_layers(layers), chosen), stage.Options(machine, only))['programs']:
     out[row['program']] = max(out.get(row['program'], 0), row['bytes_per_chip']['total'])
   return out
 

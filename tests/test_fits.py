@@ -18,7 +18,8 @@ from jaxpost.distributed import phases
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.models import presets, transformer
-from jaxpost.planning import arithmetic, dry_run, fits, machines, nearest, sampling_arithmetic, search
+from jaxpost.planning import arithmetic, dry_run, fits, machines, nearest, sampling_arithmetic
+from jaxpost.planning import stage as plan_stage
 from jaxpost.rollout import buckets
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import prepare
@@ -36,7 +37,7 @@ def inputs(module, arg=f'model={NAME}', **settings):
   """Returns the inputs of a recipe with `remat: full` and these settings."""
   ((name, (algorithm, section)),) = prepare.resolve_all(prepare.as_dict(module.get_config(arg))).items()
   built = dry_run.make_inputs(name, algorithm, section)
-  return search.vary(PreparedStage(built), {'model.remat': 'full'} | settings).inputs
+  return plan_stage.vary(PreparedStage(built), {'model.remat': 'full'} | settings).inputs
 
 
 def estimate(stage_inputs, device='H100', train=ONE_DEVICE, rollout=ONE_DEVICE):

@@ -4,11 +4,13 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import io
 import json
 import pathlib
 
 import jax
 import pytest
+import rich.console
 import tiny
 
 import jaxpost
@@ -60,7 +62,7 @@ def planned(name, arg=None):
 def stage(name, arg=None, **settings):
   """Returns the only stage of a recipe, with settings written section__field=value."""
   (p,) = planned(name, arg)
-  return search.vary(p, {k.replace('__', '.'): v for k, v in settings.items()})
+  return plan_stage.vary(p, {k.replace('__', '.'): v for k, v in settings.items()})
 
 
 def needed(p, where, chosen):
@@ -124,7 +126,7 @@ def test_memory_estimate_of_a_t4_is_of_attention_by_xla():
   t4 = machines.Topology('T4', 't4', CHIPS['t4'], (1, 1, 1))
   with_kernels = dataclasses.replace(t4, chip=dataclasses.replace(t4.chip, bfloat16=True))
   p = stage('grpo_gsm8k', model__dtype='float16', model__remat='dots', rollout__slots=32)
-  by_name = search.vary(p, {'model.attention': 'chunked'})
+  by_name = plan_stage.vary(p, {'model.attention': 'chunked'})
   of_t4, kernels, xla = (
     defaults.room(x, where).needs(x) for x, where in ((p, t4), (p, with_kernels), (by_name, with_kernels))
   )
@@ -136,7 +138,7 @@ def test_memory_estimate_of_split_rows_on_gpus_is_of_attention_by_xla():
   p = stage('sft_text', train__row_length=16384, train__batch_size=8, model__remat='dots')
   whole = dict(data=1, fsdp=8, expert=1, context=1, tensor=1)
   split = dict(data=1, fsdp=4, expert=1, context=2, tensor=1)
-  by_name = search.vary(p, {'model.attention': 'chunked'})
+  by_name = plan_stage.vary(p, {'model.attention': 'chunked'})
   for sizes, same in (whole, False), (split, True):
     default, xla = (arithmetic.estimate(x.inputs, machine('8xH100'), sizes, whole).updating for x in (p, by_name))
     assert (default == xla) is same
@@ -407,8 +409,32 @@ def test_plan_chooses_again_where_the_compiler_counts_more(monkeypatch):
   options = plan_stage.Options(where)
   planned = auto.planned(open_slots, options)
   assert planned['slots'] == 64 and planned['fits'] and planned['nearest'] == ''
-  planned = auto.planned(search.vary(open_slots, {'rollout.slots': 256}), options)
+  planned = auto.planned(plan_stage.vary(open_slots, {'rollout.slots': 256}), options)
   assert not planned['fits'] and planned['nearest'].endswith(': --config.rollout.slots=64')
+
+
+def test_search_plans_the_sampler_with_the_slots_that_a_run_chooses(monkeypatch):
+  """The default slots do not fit on any mesh; a run chooses fewer, so the launch line needs only the mesh."""
+  where = machines.Topology('two', 'a100', dataclasses.replace(CHIPS['a100'], memory=24e9), (1, 1, 2))
+  planned = []
+
+  def plan(p, options):
+    fits = True
+    if not options.only:
+      fits = defaults.room(p, where).fits(p)
+      planned.append((p.config.mesh.rollout, p.config.rollout.slots, fits))
+    row = dict(program='update', calls=1, fits=fits, bytes_per_chip=dict(total=2**30), roofline_mfu=0.5)
+    row |= dict(flops=dict(model=1.0), seconds=dict(no_overlap=1.0))
+    return dict(fits=fits, programs=[row], trained_tokens=1000, step=dict(no_overlap=dict(step_s=1.0)))
+
+  monkeypatch.setattr(plan_stage, 'plan', plan)
+  out = io.StringIO()
+  raw = dict(algorithm='grpo', reward='gsm8k', data=dict(path='none'), model=dict(preset='qwen3_0_6b'))
+  raw |= dict(rollout=dict(prompts=64, group_size=8, max_prompt_length=1024, max_new_tokens=1024))
+  (best,) = search.search(raw, plan_stage.Options(where), rich.console.Console(file=out, width=200))
+  ((mesh, slots, fits),) = planned
+  assert fits and 8 <= slots < 512 and best['settings']['mesh.rollout'] == mesh == 'data=-1'
+  assert '--config.mesh.rollout=data=-1' in out.getvalue() and f'config.rollout.slots={slots}: ' in out.getvalue()
 
 
 def test_meshes_are_compared_at_the_micro_batch_tokens_of_gpus_and_tpus():

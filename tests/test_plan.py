@@ -1305,10 +1305,10 @@ def test_search_proposes_the_fastest_settings_that_fit(monkeypatch):
 
 def stage_of(path, train=None, **over):
   """A stage of the model at `path`; `train` replaces fields after the rows were made."""
-  from jaxpost.planning import search
+  from jaxpost.planning import stage
 
   (prepared,) = dry_run.prepare_all(dict(algorithm='sft', data=dict(path='none'), model=dict(path=path), **over))
-  return search.vary(prepared, {f'train.{k}': v for k, v in (train or {}).items()})
+  return stage.vary(prepared, {f'train.{k}': v for k, v in (train or {}).items()})
 
 
 @pytest.mark.parametrize(

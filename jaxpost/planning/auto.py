@@ -14,7 +14,7 @@ import jax
 
 from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
-from jaxpost.planning import defaults, dry_run, machines, meshes, nearest, search, stage
+from jaxpost.planning import defaults, dry_run, machines, meshes, nearest, stage
 from jaxpost.planning.tables import gib
 from jaxpost.programs.compile import TooLargeError
 from jaxpost.stage import batch_shape, place
@@ -36,7 +36,7 @@ def resolve(prepared: list[PreparedStage], note: Callable[[str], None]) -> list[
   for p in prepared:
     if AUTO in (p.config.mesh.train, p.config.mesh.rollout):
       without_data = dry_run.with_made_up_data(p.inputs)  # the shapes of its weights are known, whatever names them
-      p = search.vary(p, coordination.broadcast(choose(without_data, machine, note)))
+      p = stage.vary(p, coordination.broadcast(choose(without_data, machine, note)))
     p = defaults.fitted(p, machine, note)
     nearest.check_state(p, machine)
     resolved.append(dataclasses.replace(p, choose_smaller=functools.partial(choose_smaller, machine, note)))
@@ -102,10 +102,10 @@ def choose(p: PreparedStage, topology: machines.Topology, note: Callable[[str], 
   chosen = {}
   if p.config.mesh.train == AUTO:
     rollout = p.config.mesh.rollout.replace(AUTO, 'data=-1')
-    chosen['mesh.train'] = _train(search.vary(p, {'mesh.rollout': rollout}), topology, note)
+    chosen['mesh.train'] = _train(stage.vary(p, {'mesh.rollout': rollout}), topology, note)
     note(f'config.mesh.train of {p.name}: {chosen["mesh.train"]}')
   if p.config.mesh.rollout == AUTO:
-    chosen['mesh.rollout'] = _rollout(search.vary(p, chosen), topology)
+    chosen['mesh.rollout'] = _rollout(stage.vary(p, chosen), topology)
     note(f'config.mesh.rollout of {p.name}: {chosen["mesh.rollout"]}')
   return chosen
 
@@ -128,11 +128,11 @@ def _train(p: PreparedStage, topology: machines.Topology, note: Callable) -> str
       note(f'{mesh}: {error}')
       continue
     if plan['fits']:
-      seconds_per_token[mesh] = search.seconds_a_token(search.Candidate(settings, search.timed(plan)))
+      seconds_per_token[mesh] = stage.seconds_a_token(stage.with_step(plan))
   if len(errors) == len(candidates):
     raise errors[0]
   if not seconds_per_token:
-    near = nearest.advice(search.vary(p, {'mesh.train': 'fsdp=-1'}), topology)
+    near = nearest.advice(stage.vary(p, {'mesh.train': 'fsdp=-1'}), topology)
     raise InputError(
       f'config.mesh.train: the update of {p.name} fits on no mesh of {topology.text}; '
       + (near or 'take more chips, shorter rows, a smaller config.train.micro_batch_size or config.model.remat=full')
@@ -154,9 +154,9 @@ def _rollout(p: PreparedStage, topology: machines.Topology) -> str:
 
 
 def _plan(p: PreparedStage, settings: dict, topology: machines.Topology, program: str) -> dict:
-  p = search.vary(p, settings)
+  p = stage.vary(p, settings)
   # Each process compiles on its own, so this is not a collective.
   try:
-    return stage.plan(search.vary(p, defaults.choose(p, topology)), stage.Options(topology, (program,)))
+    return stage.plan(stage.vary(p, defaults.choose(p, topology)), stage.Options(topology, (program,)))
   except TooLargeError:
     return {'fits': False}

@@ -19,7 +19,7 @@ from jaxpost.distributed.mesh import BATCH_AXES
 from jaxpost.distributed.phases import parse_mesh
 from jaxpost.hardware import memory as memory_lib
 from jaxpost.models.config import CustomConfig
-from jaxpost.planning import arithmetic, meshes, sampling_arithmetic, search
+from jaxpost.planning import arithmetic, meshes, sampling_arithmetic, stage
 from jaxpost.planning.tables import gib
 from jaxpost.stage import batch_shape, checks
 from jaxpost.stage.records import PreparedStage, has_branches
@@ -49,7 +49,7 @@ class Room:
     mesh = p.config.mesh
     train = parse_mesh(mesh.train, meshes.train_devices(p.inputs, self.machine), 'config.mesh.train')
     rollout = parse_mesh(mesh.rollout, meshes.rollout_devices(p.inputs, self.machine), 'config.mesh.rollout')
-    varied = search.vary(p, settings or {})
+    varied = stage.vary(p, settings or {})
     branches = has_branches(p.inputs, p.data)
     estimate = arithmetic.estimate(varied.inputs, self.machine, train, rollout, branches=branches)
     not_on_sampler: tuple[str, ...] = ()  # purposes of memory of other devices, or of the host
@@ -116,7 +116,7 @@ def fitted(p: PreparedStage, topology: Topology, note: Callable[[str], Any] = st
   note(f'{p.name}: {settings}: {", ".join(parts)}, of {gib(topology.memory)} a device (by arithmetic)')
   needed = gib(max(old for old, _ in lower.values()))
   reason = f'memory: else {needed} of {gib(topology.memory)} GiB'
-  return dataclasses.replace(search.vary(p, chosen), by_memory=dict.fromkeys(chosen, reason))
+  return dataclasses.replace(stage.vary(p, chosen), by_memory=dict.fromkeys(chosen, reason))
 
 
 def choose(p: PreparedStage, topology: Topology) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from jaxpost.distributed.mesh import AXES, BATCH_AXES
 from jaxpost.errors import InputError
 from jaxpost.monitor.metrics import short_number
 from jaxpost.monitor.program_table import console_table
-from jaxpost.planning import arithmetic, dry_run, machines, meshes, search
+from jaxpost.planning import arithmetic, dry_run, machines, meshes, stage
 from jaxpost.planning.machines import Topology
 from jaxpost.planning.tables import gib
 from jaxpost.stage import batch_shape, prepare
@@ -152,7 +152,7 @@ def _on_mesh(inputs: Inputs, machine: Topology, sizes: dict[str, int], rows: int
     settings['train.batch_size'] = math.ceil(batch / micro_batch) * micro_batch
   if on_policy and slots < _slots(inputs)[0]:
     settings['rollout.slots'] = slots
-  changed = search.vary(PreparedStage(inputs), settings).inputs
+  changed = stage.vary(PreparedStage(inputs), settings).inputs
   tried = []
   for tensor in meshes.tensors(inputs, machine.devices) if on_policy else [1]:
     rollout = dict.fromkeys(AXES, 1) | dict(data=machine.devices // tensor, tensor=tensor)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxpost.errors import InputError
 from jaxpost.hardware import memory
-from jaxpost.planning import arithmetic, defaults, meshes, search
+from jaxpost.planning import arithmetic, defaults, meshes, stage
 from jaxpost.planning.tables import gib
 from jaxpost.stage import checks, prepare
 from jaxpost.stage.batch_shape import row_length
@@ -140,7 +140,7 @@ def _fitting(p: PreparedStage, proposal: Proposal, limits: Room) -> Proposal | N
   machine = dataclasses.replace(machine, size=size, owned=machine.owned * proposal.times)
   limits = dataclasses.replace(limits, machine=machine)
   try:
-    changed = search.vary(p, proposal.settings)
+    changed = stage.vary(p, proposal.settings)
     inputs = changed.inputs
     model = prepare.make_inputs(p.name, inputs.config, inputs.algorithm, inputs.sources, inputs.tokenizer)
     changed = dataclasses.replace(changed, inputs=model)
@@ -163,7 +163,7 @@ def _value(p: PreparedStage, key: str) -> Any:
 def _opened(p: PreparedStage) -> PreparedStage:
   """Returns the stage before any of its settings was chosen to fit in memory."""
   defaults_open = _OPEN | {'rollout.offload': False}
-  return search.vary(dataclasses.replace(p, by_memory={}), {k: defaults_open[k] for k in p.by_memory})
+  return stage.vary(dataclasses.replace(p, by_memory={}), {k: defaults_open[k] for k in p.by_memory})
 
 
 def _same(p: PreparedStage, limits: Room) -> Iterator[dict[str, Any]]:

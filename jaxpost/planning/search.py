@@ -17,7 +17,7 @@ import rich.table
 
 from jaxpost.errors import InputError
 from jaxpost.monitor.program_table import console_table
-from jaxpost.planning import dry_run, machines, meshes, stage, tables
+from jaxpost.planning import auto, defaults, dry_run, machines, meshes, stage, tables
 from jaxpost.programs.compile import TooLargeError
 
 if TYPE_CHECKING:
@@ -60,12 +60,13 @@ def search(
       f'memory can be ranked; for example {machines.FORMS}'
     )
   for p in dry_run.prepare_all(raw, options.stage):
-    p = vary(p, {'mesh.rollout': p.config.mesh.rollout.replace('auto', 'data=-1')})
-    fitting = sorted((c for c in _candidates(p, options, console) if c.fits), key=seconds_a_token)
+    p = stage.vary(p, {'mesh.rollout': p.config.mesh.rollout.replace('auto', 'data=-1')})
+    fitting = [c for c in _candidates(p, options, console) if c.fits]
     if not fitting:
       raise InputError(
         f'--search: nothing of {p.name} fits {options.topology.text}; take more chips, shorter rows or a smaller model'
       )
+    fitting.sort(key=lambda c: stage.seconds_a_token(c.plan))
     if p.inputs.algorithm.on_policy:
       fitting[0] = _with_rollout(fitting[0], p, options, console)
     console.print(ranking(fitting))
@@ -91,28 +92,6 @@ def launch_line(words: tuple, proposed: dict) -> str:
   return ' '.join(['python -m launch.train', *map(shlex.quote, flags.values()), '--workdir=runs/planned'])
 
 
-def timed(plan: dict) -> dict:
-  """Returns the plan of an update alone, with the seconds of a step that consists of it."""
-  row = plan['programs'][0]
-  plan['step'] = plan['step'] or {'no_overlap': {'step_s': row['calls'] * row['seconds']['no_overlap']}}
-  return plan
-
-
-def seconds_a_token(candidate: Candidate) -> float:
-  """Returns seconds per trained token without overlap, so that network traffic counts."""
-  plan = candidate.plan
-  return plan['step']['no_overlap']['step_s'] / plan['trained_tokens']
-
-
-def vary(p: PreparedStage, settings: dict) -> PreparedStage:
-  """Returns the stage with {'section.field': value} in its config."""
-  config = p.config
-  for key, value in settings.items():
-    section, field = key.split('.')
-    config = dataclasses.replace(config, **{section: dataclasses.replace(vars(config)[section], **{field: value})})
-  return dataclasses.replace(p, inputs=dataclasses.replace(p.inputs, config=config))
-
-
 def _candidates(p: PreparedStage, options: stage.Options, console: rich.console.Console) -> list[Candidate]:
   """Returns all candidates that were compiled, including those that do not fit."""
   shards = meshes.training(p.inputs, options.topology, fixed=False)
@@ -125,7 +104,7 @@ def _candidates(p: PreparedStage, options: stage.Options, console: rich.console.
     if not p.inputs.algorithm.on_policy and p.config.train.batch_size < micro_batch:
       settings['train.batch_size'] = micro_batch
     try:
-      plan = timed(stage.plan(vary(p, settings), dataclasses.replace(options, only=('update',))))
+      plan = stage.with_step(stage.plan(stage.vary(p, settings), dataclasses.replace(options, only=('update',))))
     except TooLargeError as error:
       console.print(f'{mesh} remat={remat} rows={micro_batch}: {error}')
       tried.append(Candidate(settings, {'fits': False}))
@@ -136,7 +115,7 @@ def _candidates(p: PreparedStage, options: stage.Options, console: rich.console.
       f'{mesh} remat={remat} rows={micro_batch}: '
       + ('does NOT fit' if row['fits'] is False else 'fits')
       + f', {tables.gib(row["bytes_per_chip"]["total"])} GiB, '
-      f'{1e6 * seconds_a_token(candidate):.3f} us a token'
+      f'{1e6 * stage.seconds_a_token(candidate.plan):.3f} us a token'
     )
     tried.append(candidate)
     return candidate
@@ -151,7 +130,7 @@ def _candidates(p: PreparedStage, options: stage.Options, console: rich.console.
       console.print(f'{mesh}: {error}')
   if not least_memory:
     raise errors[0]
-  seconds = {mesh: seconds_a_token(candidate) for mesh, candidate in least_memory.items() if candidate.fits}
+  seconds = {mesh: stage.seconds_a_token(candidate.plan) for mesh, candidate in least_memory.items() if candidate.fits}
   if not seconds:
     return tried
   best = min(seconds, key=seconds.__getitem__)
@@ -161,9 +140,9 @@ def _candidates(p: PreparedStage, options: stage.Options, console: rich.console.
   last = seconds[best]
   while rows <= _MOST_ROWS:
     candidate = attempt(best, 'full', rows)
-    if not candidate.fits or seconds_a_token(candidate) >= last:
+    if not candidate.fits or stage.seconds_a_token(candidate.plan) >= last:
       break
-    last = seconds_a_token(candidate)
+    last = stage.seconds_a_token(candidate.plan)
     rows *= 2
   return tried
 
@@ -171,14 +150,19 @@ def _candidates(p: PreparedStage, options: stage.Options, console: rich.console.
 def _with_rollout(
   winner: Candidate, p: PreparedStage, options: stage.Options, console: rich.console.Console
 ) -> Candidate:
-  """Returns the winner with the least split of the sampler's weights that fits, if one does."""
+  """Returns the winner with the least split of the sampler's weights that fits, if one does.
+
+  As in a run, `rollout.slots` and what else the config leaves open are chosen by memory.
+  """
   for mesh in meshes.sampling(p.inputs, options.topology):
     settings = winner.settings | {'mesh.rollout': mesh}
     try:
-      plan = stage.plan(vary(p, settings), dataclasses.replace(options, only=()))
-    except TooLargeError:
-      plan = {'fits': False}
-    console.print(f'mesh.rollout={mesh}: ' + ('fits' if plan['fits'] else 'does NOT fit'))
+      fitted = defaults.fitted(stage.vary(p, settings), options.topology, console.print)
+      plan = auto.planned(fitted, dataclasses.replace(options, only=()), console.print)
+    except InputError as error:
+      console.print(f'mesh.rollout={mesh}: {error}')
+      continue
+    console.print(f'mesh.rollout={mesh}: ' + ('does NOT fit' if plan['fits'] is False else 'fits'))
     if plan['fits'] is not False:
       return Candidate(settings, plan)
   return winner
@@ -193,7 +177,7 @@ def ranking(candidates: list[Candidate]) -> rich.table.Table:
     out.add_row(
       ' '.join(f'{k}={v}' for k, v in candidate.settings.items()),
       tables.gib(row['bytes_per_chip']['total']),
-      f'{1e6 * seconds_a_token(candidate):.3f}',
+      f'{1e6 * stage.seconds_a_token(candidate.plan):.3f}',
       f'{row["flops"]["model"] and row["roofline_mfu"] or 0:.1%}',
     )
   return out

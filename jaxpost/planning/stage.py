@@ -75,3 +75,24 @@ def plan(prepared: PreparedStage, options: Options) -> dict:
     programs=rows,
     step=roofline.summary(placed, topology, rows, options.price) if timed else {},
   )
+
+
+def with_step(plan: dict) -> dict:
+  """Returns the plan of an update alone, with the seconds of a step that consists of it."""
+  row = plan['programs'][0]
+  plan['step'] = plan['step'] or {'no_overlap': {'step_s': row['calls'] * row['seconds']['no_overlap']}}
+  return plan
+
+
+def seconds_a_token(plan: dict) -> float:
+  """Returns seconds per trained token without overlap, so that network traffic counts."""
+  return plan['step']['no_overlap']['step_s'] / plan['trained_tokens']
+
+
+def vary(p: PreparedStage, settings: dict) -> PreparedStage:
+  """Returns the stage with {'section.field': value} in its config."""
+  config = p.config
+  for key, value in settings.items():
+    section, field = key.split('.')
+    config = dataclasses.replace(config, **{section: dataclasses.replace(vars(config)[section], **{field: value})})
+  return dataclasses.replace(p, inputs=dataclasses.replace(p.inputs, config=config))
