@@ -25,6 +25,7 @@ def lines_of(path):
 def test_row_name_selects_all_rows_below_it():
   name = 'decode/qwen3_1_7b/32x512'
   assert list(rows.chosen(name)) == [name, name + '/top_p', name + '/block=8']
+  assert list(rows.chosen('bits')) == ['bits', 'bits/deterministic']
   assert list(rows.chosen('')) == list(rows.ROWS) and list(rows.chosen('rates,versions')) == ['versions', 'rates']
   with pytest.raises(ValueError, match="no row 'decod'; the rows are versions, "):
     rows.chosen('decod')
@@ -145,6 +146,20 @@ def test_stage_of_a_row_has_the_settings_that_a_run_chooses_by_memory(monkeypatc
   assert '(memory: else ' in choices()['train.micro_batch_size'] and '(memory: ' not in str(own)
 
 
+def test_second_row_of_repeated_runs_compiles_deterministic_programs(monkeypatch):
+  configs = []
+
+  def stage(cfg, config, rows):
+    configs.append(config)
+    raise TimeoutError
+
+  monkeypatch.setattr(training.workload, 'stage', stage)
+  for name in rows.chosen('bits'):
+    with pytest.raises(TimeoutError):
+      rows.ROWS[name].run(tiny=True)
+  assert [config['train']['deterministic'] for config in configs] == [False, True]
+
+
 @pytest.mark.long
 def test_mfu_counts_the_context_of_packed_documents(tmp_path, monkeypatch):
   """Documents of 64 tokens attend to 32.5 tokens on average, although half of a row of 256 is 128."""
@@ -187,7 +202,8 @@ EACH_KIND = (
 def test_a_row_of_each_kind_runs_at_tiny_shapes(tmp_path):
   lines = run_tiny(tmp_path, f'--rows={EACH_KIND}')
   assert {rows.ROWS[name].measure for name in lines} == {row.measure for row in rows.ROWS.values()}
-  assert lines['bits']['bit_equal'] and lines['sft/qwen3_0_6b']['tokens_per_s'] > 0
+  assert lines['bits']['bit_equal'] and lines['bits/deterministic']['bit_equal']
+  assert lines['sft/qwen3_0_6b']['tokens_per_s'] > 0
   assert lines['grpo/qwen3_1_7b/slots=256']['first_step_refused'] == ''
 
 
@@ -196,7 +212,7 @@ def test_every_row_runs_at_tiny_shapes(tmp_path):
   lines = run_tiny(tmp_path)
   assert list(lines) == list(rows.ROWS)
   assert lines['versions']['packages']['jax'] == jax.__version__
-  assert lines['bits']['bit_equal']
+  assert lines['bits/deterministic']['bit_equal'] and lines['bits']['bit_equal']
   sft = lines['sft/qwen3_1_7b']
   assert sft['choices']['train.micro_batch_size'] == '2 (cpu)'
   assert sft['tokens_per_s'] > 0 and sft['profile']['largest'] and sft['predicted_bytes'] > 0

@@ -69,6 +69,11 @@ def _on_policy(algorithm: str, seconds: float, **given: Any) -> Row:
   return Row('training:on_policy', seconds, dict(algorithm=algorithm) | sizes | given)
 
 
+def _repeat(**given: Any) -> Row:
+  sizes = dict(preset='qwen3_0_6b', layers=4, rows=8, row_length=2048, steps=3)
+  return Row('training:repeat', 180, sizes | given)
+
+
 _BIG = 'qwen3_1_7b'
 ROWS = {
   'versions': Row('chip:versions', 60),
@@ -90,7 +95,8 @@ ROWS = {
   'sft/qwen3_1_7b/long_documents': _sft(_BIG, documents=2000),
   'prefill/qwen3_1_7b/64x512': Row('decoding:prefill', 120, dict(preset=_BIG, layers=0, prompts=64, length=512)),
   'moves/qwen3_1_7b/128x1024': Row('decoding:moves', 150, dict(preset=_BIG, layers=0, slots=128, length=1024)),
-  'bits': Row('training:repeat', 180, dict(preset='qwen3_0_6b', layers=4, rows=8, row_length=2048, steps=3)),
+  'bits': _repeat(),
+  'bits/deterministic': _repeat(deterministic=True),
   'sft/llama3_2_3b': _sft('llama3_2_3b', rows=4),
   'sft/qwen3_0_6b': _sft('qwen3_0_6b'),
   'sft/llama3_2_1b': _sft('llama3_2_1b'),

@@ -171,15 +171,23 @@ def _refused(stage: Stage, metrics: dict[str, float]) -> str:
   return ''
 
 
-def repeat(preset: str, layers: int, rows: int, row_length: int, steps: int) -> dict[str, Any]:
-  """Trains twice from the same weights on the same rows; returns whether losses and weights are equal, bit for bit."""
+def repeat(
+  preset: str, layers: int, rows: int, row_length: int, steps: int, deterministic: bool = False
+) -> dict[str, Any]:
+  """Trains twice from the same weights on the same rows; returns whether losses and weights are equal, bit for bit.
+
+  Args:
+    deterministic: compile the programs with `train.deterministic`.
+  """
   cfg = workload.shape_of(preset, layers)
-  config = dict(algorithm='sft', train=dict(steps=steps, batch_size=rows, row_length=row_length), optim=dict(lr=1e-4))
+  train = dict(steps=steps, batch_size=rows, row_length=row_length, deterministic=deterministic)
+  config = dict(algorithm='sft', train=train, optim=dict(lr=1e-4))
   runs = []
   for _ in range(2):
     with workload.stage(cfg, config, ('sft', workload.lengths_of(0, row_length))) as running:
       stage = running.assembled()
       losses = [float(update(stage, next(stage.stream))[0]['loss']) for _ in range(steps)]
+      choices = running.placed.choices
       runs.append((losses, [np.asarray(x) for x in jax.tree.leaves(stage.roles.policy.params)]))
   (first, first_params), (second, second_params) = runs
   different = [int((a.view(np.uint8) != b.view(np.uint8)).any()) for a, b in zip(first_params, second_params)]
@@ -189,4 +197,6 @@ def repeat(preset: str, layers: int, rows: int, row_length: int, steps: int) -> 
     different_arrays=sum(different),
     arrays=len(different),
     largest_difference=max(float(np.abs(a - b).max()) for a, b in zip(first_params, second_params)),
+    deterministic=deterministic,
+    choices=choices,
   )
