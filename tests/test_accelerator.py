@@ -30,20 +30,38 @@ def accelerator():
   return jax.devices()[0]
 
 
-@pytest.mark.parametrize('length', [512, 4096])
-@pytest.mark.parametrize('preset', LARGE_PRESETS)
-def test_a_kernel_agrees_with_attention_in_float32(accelerator, preset, length):
+def compute_of(accelerator):
+  """Returns the settings of runs here; skips the test if no kernel computes attention."""
   compute = compute_for(
     accelerator.platform, probe.matmul_type()[0], 'none', triton=not chips.before_ampere(accelerator)
   )
-  name = compute.attention
-  if name not in attention_kernels.REFUSALS:
+  if compute.attention not in attention_kernels.REFUSALS:
     pytest.skip(f'XLA computes attention on {accelerator.platform}')
-  shape = attention_kernels.attention_shape(presets.every()[preset], length, 1)
-  refused = attention_kernels.REFUSALS[name](shape.head_dim, shape.value_dim, compute.dtype)
-  if refused:
-    pytest.skip(f'{name} cannot do {refused}')
-  assert not kernel_check.trusted(name, shape, compute.dtype)
+  return compute
+
+
+@pytest.mark.parametrize('branches', [False, True])
+@pytest.mark.parametrize('length', [512, 4096])
+@pytest.mark.parametrize('preset', LARGE_PRESETS)
+def test_a_kernel_agrees_with_attention_in_float32(accelerator, preset, length, branches):
+  """In all sizes of heads of a model, in rows without and with branches of a shared prompt."""
+  compute, cfg, refused = compute_of(accelerator), presets.every()[preset], []
+  for heads in cfg.head_shapes:
+    shape = attention_kernels.attention_shape(cfg, length, 1, heads, branches)
+    refused.append(attention_kernels.refused(compute, cfg, shape))
+    assert refused[-1] or not kernel_check.trusted(compute.attention, shape, compute.dtype), shape
+  if all(refused):
+    pytest.skip(f'{compute.attention} cannot do {refused[0]}')
+
+
+@pytest.mark.parametrize('preset', LARGE_PRESETS)
+def test_the_kernel_for_single_tokens_agrees_with_attention_in_float32(accelerator, preset):
+  compute = compute_of(accelerator)
+  shapes = kernel_check.decoded_shapes(compute, presets.every()[preset])
+  for shape in shapes:
+    assert not kernel_check.trusted(kernel_check.DECODE, shape, compute.dtype), shape
+  if not shapes:
+    pytest.skip('XLA decodes')
 
 
 @pytest.mark.parametrize('preset', [name for name in LARGE_PRESETS if presets.every()[name].experts])

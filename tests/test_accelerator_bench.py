@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from jaxpost.hardware.chips import Chip
+from jaxpost.matmul import compute_for
 from jaxpost.planning import machines
 from jaxpost.rollout import native
-from jaxpost.tools.accelerator import decoding, rows, supervisor, training, worker, workload
+from jaxpost.tools.accelerator import chip, decoding, rows, supervisor, training, worker, workload
 from jaxpost.tools.accelerator.rows import Row
 
 
@@ -158,6 +159,23 @@ def test_second_row_of_repeated_runs_compiles_deterministic_programs(monkeypatch
     with pytest.raises(TimeoutError):
       rows.ROWS[name].run(tiny=True)
   assert [config['train']['deterministic'] for config in configs] == [False, True]
+
+
+def test_kernels_are_checked_for_each_size_of_heads_and_for_branches(monkeypatch):
+  """The kernels of a GPU are not run here."""
+  compute, checked = compute_for('gpu', 'bfloat16', 'none'), []
+  monkeypatch.setattr(chip, 'compute_for', lambda *_, **__: compute)
+  monkeypatch.setattr(chip.kernel_check, 'trusted', lambda *case: checked.append(case) or 'seen')
+  monkeypatch.setattr(chip.grouped_check, 'trusted', lambda *case: 'seen')
+  row = chip.kernels(1024)
+  assert set(row['errors'].values()) == {'seen'} and not row['not_checked']
+  expected = {'tiny_gemma4 heads of 32', 'tiny_gemma4 heads of 48', 'gemma4_e2b heads of 256 branches'}
+  expected |= {'tiny_gemma4 heads of 32 decode', 'tiny_gemma4 heads of 48 decode'}
+  assert expected <= row['errors'].keys() | row['refused'].keys()
+  uses = [(shape.head_dim, shape.branches, kernel) for kernel, shape, _ in checked]
+  assert {(48, False, 'triton'), (48, True, 'triton'), (48, False, 'decode')} <= set(uses)
+  branched = [branches for _, branches, _ in uses]
+  assert branched == sorted(branched)  # plain rows first, because the time is limited
 
 
 @pytest.mark.long

@@ -6,13 +6,17 @@ import contextlib
 import functools
 import importlib.metadata
 import platform
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from jaxpost.hardware import chips, gpu_options, grouped_check, kernel_check, memory_rate, probe
-from jaxpost.matmul import compute_for
+from jaxpost.matmul import Compute, compute_for
 from jaxpost.models import attention_kernels, presets
+
+if TYPE_CHECKING:
+  from jaxpost.models.attention_kernels import AttentionShape
+  from jaxpost.models.config import ModelConfig
 
 _PACKAGES = ('jax', 'jaxlib', 'libtpu', 'flax', 'optax', 'numpy')
 _PLUGINS = ('jax-cuda13-plugin', 'jax-cuda12-plugin', 'nvidia-cudnn-cu13', 'nvidia-cudnn-cu12', 'nvidia-nccl-cu13')
@@ -78,7 +82,8 @@ def kernels(kernel_length: int) -> dict[str, Any]:
   """Returns the largest errors of the kernels of this platform, in the shapes of all families.
 
   An error is the largest difference from XLA in float32 over the largest value. Attention in training and experts
-  ('PRESET experts D x F') are checked forward and backward, decoding of single tokens ('PRESET decode') forward. Shapes
+  ('PRESET experts D x F') are checked forward and backward, decoding of single tokens ('PRESET decode') forward.
+  Attention is checked for each size of heads of a model, in rows without and with branches of a shared prompt. Shapes
   that are left when the time is up are in 'not_checked'.
 
   Args:
@@ -89,15 +94,8 @@ def kernels(kernel_length: int) -> dict[str, Any]:
   name = compute.attention
   if name not in attention_kernels.REFUSALS:
     return dict(kernel=name, errors={}, note='XLA computes attention on this platform; there is no kernel to check')
-  cases: dict[tuple[str, Any], str] = {}  # (kernel, shape) -> its name in the result
-  for preset, cfg in presets.every().items():
-    cases.setdefault((name, attention_kernels.attention_shape(cfg, kernel_length, 1)), preset)
-    for shape in kernel_check.decoded_shapes(compute, cfg):
-      cases.setdefault((kernel_check.DECODE, shape), f'{preset} decode')
-    for matrix in grouped_check.matrices(cfg) if compute.grouped_kernel else ():
-      cases.setdefault((grouped_check.GROUPED, matrix), f'{preset} experts {matrix.inputs} x {matrix.outputs}')
+  cases, refused = _cases(compute, kernel_length)
   errors: dict[str, Any] = {}
-  refused: dict[str, str] = {}
   not_checked = dict(cases)
   with contextlib.suppress(TimeoutError):  # the time limit of this row
     for (kernel, shape), label in cases.items():
@@ -105,11 +103,36 @@ def kernels(kernel_length: int) -> dict[str, Any]:
         errors[label] = grouped_check.trusted(kernel, shape, compute.dtype) or grouped_check.errors(
           shape, compute.dtype
         )
-      elif refusal := attention_kernels.REFUSALS[name](shape.head_dim, shape.value_dim, compute.dtype):
-        refused[label] = refusal
       else:
         errors[label] = kernel_check.trusted(kernel, shape, compute.dtype) or {
           str(window): kernel_check.errors(kernel, shape, compute.dtype, window) for window in shape.windows
         }
       del not_checked[kernel, shape]
   return dict(kernel=name, dtype=compute.dtype, errors=errors, refused=refused, not_checked=[*not_checked.values()])
+
+
+def _cases(compute: Compute, length: int) -> tuple[dict[tuple[str, Any], str], dict[str, str]]:
+  """Returns {(kernel, shape): its name in the result} and {name: why a kernel does not support it} of all presets."""
+  cases: dict[tuple[str, Any], str] = {}
+  refused = {}
+  for branches in (False, True):
+    for preset, cfg in presets.every().items():
+      for heads in cfg.head_shapes:
+        shape = attention_kernels.attention_shape(cfg, length, 1, heads, branches)
+        label = f'{preset}{_size(cfg, shape)}' + ' branches' * branches
+        if refusal := attention_kernels.refused(compute, cfg, shape):
+          refused[label] = refusal
+        else:
+          cases.setdefault((compute.attention, shape), label)
+      if branches:
+        continue
+      for shape in kernel_check.decoded_shapes(compute, cfg):
+        cases.setdefault((kernel_check.DECODE, shape), f'{preset}{_size(cfg, shape)} decode')
+      for matrix in grouped_check.matrices(cfg) if compute.grouped_kernel else ():
+        cases.setdefault((grouped_check.GROUPED, matrix), f'{preset} experts {matrix.inputs} x {matrix.outputs}')
+  return cases, refused
+
+
+def _size(cfg: ModelConfig, shape: AttentionShape) -> str:
+  """Returns the size of the heads of a shape, in words, if the model has heads of several sizes."""
+  return f' heads of {shape.head_dim}' if len(cfg.head_shapes) > 1 else ''

@@ -79,7 +79,7 @@ ROWS = {
   'versions': Row('chip:versions', 60),
   'rates': Row('chip:rates', 120, dict(size=0)),
   'options': Row('chip:compiler_options', 60),
-  'kernels': Row('chip:kernels', 300, dict(kernel_length=4096)),
+  'kernels': Row('chip:kernels', 420, dict(kernel_length=4096)),
   'decode/qwen3_1_7b/32x512': _decode(32, 512),
   'sft/qwen3_1_7b': _sft(_BIG),
   'mismatch/qwen3_1_7b': Row(
