@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import numpy as np
@@ -176,6 +177,23 @@ def test_kernels_are_checked_for_each_size_of_heads_and_for_branches(monkeypatch
   assert {(48, False, 'triton'), (48, True, 'triton'), (48, False, 'decode')} <= set(uses)
   branched = [branches for _, branches, _ in uses]
   assert branched == sorted(branched)  # plain rows first, because the time is limited
+
+
+def test_figures_of_several_devices_are_those_of_one_device(monkeypatch):
+  """Training splits the weights over 4 devices; the sampler holds a whole copy of them on each, in half the bytes."""
+
+  def array(dtype, parts):
+    split = types.SimpleNamespace(shard_shape=lambda shape: (shape[0] // parts,))
+    return types.SimpleNamespace(
+      shape=(64,), dtype=np.dtype(dtype), nbytes=64 * np.dtype(dtype).itemsize, sharding=split
+    )
+
+  params, weights = dict(x=array('float32', 4)), dict(x=array('float16', 1))
+  assert decoding._copied_bytes(params, weights, moved=128) == 16 * 4 + 64 * 2
+  assert decoding._copied_bytes(params, weights, moved=0) == 16 * 4
+  monkeypatch.setattr(chip.chips, 'of_kind', lambda kind: Chip('toy', 100.0))
+  monkeypatch.setattr(jax, 'device_count', lambda: 4)
+  assert chip.mfu(200.0) == 0.5
 
 
 @pytest.mark.long

@@ -61,6 +61,12 @@ def measured(size: int = 0) -> dict[str, float]:
   )
 
 
+def mfu(flops_per_s: float) -> float | None:
+  """Returns the share that all devices together reach of their data sheet; None if there is none."""
+  chip = chips.of_kind(jax.devices()[0].device_kind)
+  return flops_per_s / chip.flops / jax.device_count() if chip and chip.flops else None
+
+
 def rates(size: int) -> dict[str, Any]:
   """Returns `measured`, its shares of the data sheet, and the seconds of a dispatch."""
   measured_rates = measured(size)

@@ -122,13 +122,19 @@ def prefill(preset: str, layers: int, prompts: int, length: int) -> dict[str, An
     seconds = _median_seconds(lambda: engine.prefill(texts, rows=prompts))
     head = 2 * cfg.padded_vocab_size * cfg.hidden_size
     flops = prompts * length * (flops_per_token(cfg, length / 2) - head)
-    chip_spec = chips.of_kind(jax.devices()[0].device_kind)
     return dict(
-      prefill_s=seconds,
-      tokens_per_s=prompts * length / seconds,
-      mfu=flops / seconds / chip_spec.flops if chip_spec and chip_spec.flops else None,
-      **running.figures(),
+      prefill_s=seconds, tokens_per_s=prompts * length / seconds, mfu=chip.mfu(flops / seconds), **running.figures()
     )
+
+
+def _copied_bytes(params: dict, weights: dict, moved: int) -> float:
+  """Returns the bytes per device that sending weights to the sampler reads (all of `params`) and writes.
+
+  Args:
+    moved: bytes of the sampler's `weights` over all devices that are written, and not shared with `params`.
+  """
+  share = moved / sum(x.nbytes for x in jax.tree.leaves(weights))
+  return memory.size(params) + share * memory.size(weights)
 
 
 def moves(preset: str, layers: int, slots: int, length: int) -> dict[str, Any]:
@@ -143,7 +149,7 @@ def moves(preset: str, layers: int, slots: int, length: int) -> dict[str, Any]:
       start = time.perf_counter()
       moved = engine.load(running.params, 0)['bytes']
       loads.append(time.perf_counter() - start)
-    weight_bytes = sum(x.nbytes for x in jax.tree.leaves(running.params))
+    copied = _copied_bytes(running.params, engine.weights, moved)
     prefilled, key = engine.prefill([prompt]), on_policy.run_key(0, 1)
     state_cell = [engine.init_decode_state()]
 
@@ -165,8 +171,8 @@ def moves(preset: str, layers: int, slots: int, length: int) -> dict[str, Any]:
       insert_all_s=_median_seconds(insert(slots)),
       move_one_s=_median_seconds(move),
       reshard_s=min(loads[1:]),
-      reshard_bytes=weight_bytes + moved,
-      reshard_share_of_copy=_share(min(loads[1:]), weight_bytes + moved)['share_of_copy'],
+      reshard_bytes=copied,
+      reshard_share_of_copy=_share(min(loads[1:]), copied)['share_of_copy'],
       **running.figures(),
     )
 

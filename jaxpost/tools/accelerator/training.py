@@ -87,11 +87,10 @@ def _updates(stage: Stage, watch: workload.Watch, steps: int) -> tuple[list[Item
 def model_flops(stage: Stage, tokens_per_s: float, context: float) -> dict[str, Any]:
   """Returns the model's FLOP/s at a rate of tokens, and its shares of the data sheet and of measured products."""
   rate = stage.roles.policy.model.flops_of_update(context) * tokens_per_s
-  chip_spec = chips.of_kind(jax.devices()[0].device_kind)
-  size = 0 if chip_spec else 512  # a device without a data sheet is measured briefly
+  size = 0 if chips.of_kind(jax.devices()[0].device_kind) else 512  # without a data sheet it is measured briefly
   return dict(
     model_flops_per_s=rate,
-    mfu=rate / chip_spec.flops / jax.device_count() if chip_spec and chip_spec.flops else None,
+    mfu=chip.mfu(rate),
     share_of_matmul=rate / chip.measured(size)['matmul_flops'] / jax.device_count(),
   )
 
