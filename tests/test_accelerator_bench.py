@@ -196,6 +196,38 @@ def test_figures_of_several_devices_are_those_of_one_device(monkeypatch):
   assert chip.mfu(200.0) == 0.5
 
 
+NAMES = 'while', 'fusion', 'copy', 'conditional'
+# (line, event, offset, duration in us): a loop of two operations, a branch inside it, and an operation after it.
+ON_TPU = [
+  ('XLA Ops', 'fusion', 0, 4),
+  ('XLA Ops', 'while', 4, 20),
+  ('XLA Ops', 'fusion', 4, 6),
+  ('XLA Ops', 'conditional', 10, 14),
+  ('XLA Ops', 'copy', 10, 14),
+  ('XLA Ops', 'copy', 24, 6),
+  ('Async XLA Ops', 'copy', 0, 30),
+  ('Steps', 'fusion', 0, 30),
+]
+
+
+def test_operations_of_a_profile_exclude_loops_whose_event_spans_their_body():
+  lines = ''
+  for name in dict.fromkeys(line for line, *_ in ON_TPU):
+    events = ''.join(
+      f'events {{ metadata_id: {NAMES.index(event)} offset_ps: {start}000000 duration_ps: {duration}000000 }}'
+      for line, event, start, duration in ON_TPU
+      if line == name
+    )
+    lines += f'lines {{ name: "{name}" {events} }}'
+  metadata = ''.join(
+    f'event_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }}' for i, name in enumerate(NAMES)
+  )
+  planes = ''.join(f'planes {{ name: "/device:TPU:{i}" {lines} {metadata} }}' for i in range(2))
+  trace = jax.profiler.ProfileData.from_text_proto(planes)
+  found = [(event.name, event.duration_ns / 1e3) for event in workload._operations(list(trace.planes))]
+  assert found == [('fusion', 4), ('fusion', 6), ('copy', 14), ('copy', 6)]  # 30 us, as long as the device is busy
+
+
 @pytest.mark.long
 def test_mfu_counts_the_context_of_packed_documents(tmp_path, monkeypatch):
   """Documents of 64 tokens attend to 32.5 tokens on average, although half of a row of 256 is 128."""

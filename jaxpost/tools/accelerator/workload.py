@@ -8,6 +8,7 @@ import functools
 import glob
 import json
 import os
+import re
 import tempfile
 import time
 from collections import Counter
@@ -213,6 +214,15 @@ def _operations(planes: list[Any]) -> Iterator[Any]:
     if devices and plane.name != devices[0]:
       continue
     for line in plane.lines:
-      if 'XLA Ops' in line.name or 'Stream' in line.name or (not devices and line.name.startswith('tf_XLA')):
-        # Events of XLA:CPU's executor span the others.
-        yield from (e for e in line.events if devices or '::' not in e.name)
+      if line.name == 'XLA Ops' or 'Stream' in line.name or (not devices and line.name.startswith('tf_XLA')):
+        # Those of a CPU also mark the ends of operations, and have the executor's own.
+        yield from _innermost([e for e in line.events if devices or not re.match('end: |.*::', e.name)])
+
+
+def _innermost(events: list[Any]) -> Iterator[Any]:
+  """Yields the events of a line that span no other; that of a loop or branch spans those of its body."""
+  ordered = sorted(events, key=lambda e: (e.start_ns, -e.duration_ns))
+  for event, following in zip(ordered, [*ordered[1:], None]):
+    # The middle decides, because events that follow each other may overlap by a rounded nanosecond.
+    if following is None or following.start_ns + following.duration_ns / 2 >= event.start_ns + event.duration_ns:
+      yield event
