@@ -413,6 +413,17 @@ def test_plan_chooses_again_where_the_compiler_counts_more(monkeypatch):
   assert not planned['fits'] and planned['nearest'].endswith(': --config.rollout.slots=64')
 
 
+def test_examples_of_chosen_settings_in_the_docs_are_what_is_printed():
+  docs = ' '.join((CLONE / 'docs' / 'accelerators.md').read_text('utf-8').split())
+  notes = []
+  defaults.fitted(stage('grpo_gsm8k'), machine('A100-40'), notes.append)
+  assert len(notes) == 1 and f' {notes[0]} ' in docs, notes
+  where = machine('H100')
+  with pytest.raises(InputError) as refused:
+    nearest.check_state(defaults.fitted(stage('grpo_gsm8k', 'model=qwen3_8b'), where), where)
+  assert f' {refused.value} ' in docs, str(refused.value)
+
+
 def test_search_plans_the_sampler_with_the_slots_that_a_run_chooses(monkeypatch):
   """The default slots do not fit on any mesh; a run chooses fewer, so the launch line needs only the mesh."""
   where = machines.Topology('two', 'a100', dataclasses.replace(CHIPS['a100'], memory=24e9), (1, 1, 2))
