@@ -454,5 +454,7 @@ def test_bad_input_is_one_line(args, words):
 def test_zero_slots_means_one_per_completion():
   """0 in a config stands for prompts times group size."""
   rollout = SimpleNamespace(prompts=2, group_size=2, slots=0)
-  inputs = SimpleNamespace(algorithm=SimpleNamespace(on_policy=True), config=SimpleNamespace(rollout=rollout))
+  inputs = SimpleNamespace(
+    algorithm=SimpleNamespace(on_policy=True), config=SimpleNamespace(rollout=rollout, eval=None)
+  )
   assert fits._slots(inputs) == [4, 2, 1]

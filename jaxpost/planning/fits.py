@@ -136,8 +136,7 @@ def _slots(inputs: Inputs) -> list[int]:
   """Returns numbers of slots to try, those of the recipe and fewer; [0] if nothing is sampled."""
   if not inputs.algorithm.on_policy:
     return [0]
-  rollout = inputs.config.rollout
-  recipe_slots = batch_shape.slots(rollout, rollout.prompts * rollout.group_size)
+  recipe_slots = batch_shape.slots(inputs.config, on_policy=True)
   return [n for i in range(5) if (n := recipe_slots >> i)]
 
 

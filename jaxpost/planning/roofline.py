@@ -73,7 +73,7 @@ def step_of(placed: PlacedStage) -> Step:
   calls['score'] = frozen_passes + int(needs_policy_pass)
   calls['values'] += int('values' in scores and critic)
   total = r.prompts * r.group_size
-  slots = batch_shape.slots(r, total)
+  slots = batch_shape.slots(config, on_policy)
   waves = math.ceil(total / slots)
   calls |= {
     'reshard': 1,

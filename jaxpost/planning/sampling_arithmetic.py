@@ -22,7 +22,7 @@ def slots(inputs: Inputs, shards: int = 1) -> tuple[int, int]:
   """Returns (sequences that each of `shards` samples at a time, number of such waves), of training or of evaluation."""
   rollout, held_out = inputs.config.rollout, inputs.config.eval
   total = rollout.prompts * rollout.group_size if inputs.algorithm.on_policy else held_out.size * held_out.samples
-  num_slots = batch_shape.slots(rollout, total)
+  num_slots = batch_shape.slots(inputs.config, inputs.algorithm.on_policy)
   return math.ceil(num_slots / shards), math.ceil(total / num_slots)
 
 

@@ -10,7 +10,6 @@ from jaxpost.errors import InputError
 
 if TYPE_CHECKING:
   from jaxpost.stage.config import Config
-  from jaxpost.stage.schema_rl import RolloutSection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +30,10 @@ class BatchShape:
   filled: int
 
 
-def slots(rollout: RolloutSection, sequences: int) -> int:
+def slots(config: Config, on_policy: bool) -> int:
   """Returns how many sequences are sampled at a time: `config.rollout.slots`, or all of them up to 512."""
-  return rollout.slots or min(sequences, 512)
+  r, held_out = config.rollout, config.eval
+  return r.slots or min(r.prompts * r.group_size if on_policy else held_out.size * held_out.samples, 512)
 
 
 def row_length(config: Config, on_policy: bool) -> int:

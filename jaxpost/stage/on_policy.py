@@ -37,11 +37,7 @@ def make_engine(placed: PlacedStage, slots: int = 0) -> NativeEngine:
     slots: sequences decoded at a time, each with its own prompt; 0 for groups of `config.rollout`.
   """
   model, tokenizer = placed.model, placed.inputs.tokenizer
-  rollout, evaluation = placed.config.rollout, placed.config.eval
-  if placed.algorithm.on_policy:
-    sequences, group_size = rollout.prompts * rollout.group_size, rollout.group_size
-  else:
-    sequences, group_size = evaluation.size * evaluation.samples, 1
+  rollout, on_policy = placed.config.rollout, placed.algorithm.on_policy
   if placed.config.router.routing_replay:
     from jaxpost.models import routing_replay
 
@@ -63,10 +59,10 @@ def make_engine(placed: PlacedStage, slots: int = 0) -> NativeEngine:
     model,
     sampling_inputs.engine_config(
       placed.config,
-      slots=slots or batch_shape.slots(rollout, sequences),
+      slots=slots or batch_shape.slots(placed.config, on_policy),
       stop_ids=tokenizer.stop_ids,
       block=placed.decode_block,
-      group_size=1 if slots else group_size,
+      group_size=rollout.group_size if on_policy and not slots else 1,
     ),
     placed.rollout,
     compute,

@@ -65,15 +65,17 @@ class PlacedStage(PreparedStage):
 
   @property
   def choices(self) -> dict[str, str]:
-    """Returns {field: 'value (what chose it)'} of fields that the config may leave open."""
+    """Returns {field: 'value (what chose it)'} of fields that the config may leave open, and of sizes without one."""
     config, compute = self.config, self.compute
     resolved = {  # field: (whether the config sets it, value)
       'model.attention': (config.model.attention != 'auto', compute.attention),
       'model.remat': (config.model.remat != 'auto', compute.remat),
       'train.micro_batch_size': (config.train.micro_batch_size, self.shape.micro_rows),
+      'logits': (False, f'{compute.head_elements:,} at a time'),
     }
-    if self.algorithm.on_policy:
+    if samples := checks.samples(config, self.algorithm):
       resolved['rollout.block'] = (config.rollout.block, self.decode_block)
+      resolved['rollout.slots'] = (config.rollout.slots, batch_shape.slots(config, self.algorithm.on_policy))
     out = {'model.dtype': compute.dtype}
     for field, (is_set, value) in resolved.items():
       out[field] = f'{value} ({"config" if is_set else compute.platform})'
@@ -88,7 +90,7 @@ class PlacedStage(PreparedStage):
       if has_branches(self.inputs, self.data) and not kernels.supports_branches(compute.attention, cfg):
         out['model.attention'] += ', by XLA for rows with a shared prompt'
       decodes = kernels.compute_of_decoding(compute, cfg, config.rollout).decode_kernel
-      if compute.attention == 'triton' and checks.samples(config, self.algorithm) and not decodes:
+      if compute.attention == 'triton' and samples and not decodes:
         out['model.attention'] += ', decoding by XLA'
     if self.model.config.experts:
       out['experts'] = f'{"kernel" if compute.grouped_kernel else "XLA"} ({compute.platform})'

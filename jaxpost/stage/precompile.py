@@ -119,7 +119,7 @@ def plan_entry(placed: PlacedStage, memory_usage: memory.Memory) -> dict:
     tokens_per_step=placed.shape.rows * placed.shape.row_length,
     programs=placed.ledger.rows,
     memory=memory_usage.predicted,  # {program: peak bytes in use on a device while it runs}
-    choices=placed.choices,  # {config field or 'experts': the value that is used, and the reason}
+    choices=placed.choices,  # {config field, 'logits' or 'experts': the value that is used, and the reason}
   )
 
 
