@@ -113,6 +113,15 @@ def test_missing_compiler_error_names_the_package_and_fits(text, package, monkey
   assert f'comes with pip install {package}' in str(error.value) and 'launch.plan --fits' in str(error.value)
 
 
+def test_memory_of_an_unknown_chip_is_what_the_device_reports():
+  def device(kind, stats):
+    return types.SimpleNamespace(device_kind=kind, memory_stats=lambda: stats)
+
+  assert chips.memory_of(device('NVIDIA H100 80GB HBM3', dict(bytes_limit=1))) == chips.CHIPS['h100'].memory
+  assert chips.memory_of(device('NVIDIA RTX 9090', dict(bytes_limit=24e9))) == 24e9
+  assert chips.memory_of(device('NVIDIA RTX 9090', None)) == 0
+
+
 def test_chip_is_found_by_jax_device_kind():
   """JAX calls v5p 'TPU v5', which is also part of its name for v5e."""
   assert chips.of_kind('TPU v5 lite').flops == 197e12

@@ -51,3 +51,9 @@ def of_kind(kind: str) -> Chip | None:
   name = re.sub('^(NVIDIA |Tesla |GeForce )+', '', kind)
   names = (name, re.sub(r'( \d+GB)?( HBM\w+)?( SXM\d \w+)?$', '', name))  # as in H100 80GB HBM3
   return next((chip for chip in CHIPS.values() if {chip.kind, *chip.aliases} & {*names}), None)
+
+
+def memory_of(device: Any) -> float:
+  """Returns the bytes of a device, by its data sheet or else as it reports them; 0 if neither is known."""
+  chip = of_kind(device.device_kind)
+  return chip.memory if chip else (device.memory_stats() or {}).get('bytes_limit', 0.0)

@@ -122,8 +122,7 @@ def place_stage(
   if platform != 'cpu':
     from jaxpost.hardware import chips
 
-    known = chips.of_kind(device.device_kind)
-    memory = known.memory if known else (device.memory_stats() or {}).get('bytes_limit', 0.0)
+    memory = chips.memory_of(device)
     triton = not chips.before_ampere(device)
   if platform == 'gpu':
     from jaxpost.hardware import gpu_options

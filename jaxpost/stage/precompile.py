@@ -73,8 +73,7 @@ def check_fits(predicted: dict[str, int], device: jax.Device) -> None:
   limit = (device.memory_stats() or {}).get('bytes_limit')  # CPUs have none
   name = max(predicted, key=predicted.__getitem__)
   if limit and predicted[name] > limit:
-    has = f', of which a device ({device.device_kind}) has {limit / 2**30:.1f}'
-    raise TooLargeError(name, predicted[name], has)
+    raise TooLargeError(name, predicted[name], f', of which a device ({device.device_kind}) has {limit / 2**30:.1f}')
 
 
 def compile_all(
