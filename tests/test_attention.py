@@ -744,6 +744,7 @@ def test_choices_report_what_xla_computes(tmp_path):
     (folder, 'gpu', shared, False, 'triton (gpu)'),
     (folder, 'gpu', dict(), True, 'triton (gpu), decoding by XLA'),
     (folder, 'gpu', dict(rollout=dict(page_size=16)), False, 'triton (gpu), decoding by XLA'),
+    (folder, 'gpu', dict(rollout=dict(cache='int8')), False, 'triton (gpu), decoding by XLA'),
     (folder, 'tpu', dict(), False, 'splash (tpu)'),
     (folder, 'tpu', shared, False, 'splash (tpu)'),
     (windowed, 'tpu', shared, False, 'splash (tpu), by XLA for rows with a shared prompt'),

@@ -326,8 +326,8 @@ def decodes(cfg: ModelConfig | CustomConfig, compute: Compute) -> bool:
 
 def compute_of_decoding(compute: Compute, cfg: ModelConfig | CustomConfig, rollout: Any) -> Compute:
   """Returns `compute`, without the decoding kernel if that does not support the model or `config.rollout`."""
-  # The kernel reads no pages and no codes, and it attends from one token per slot, where speculation has several.
-  supported = not rollout.page_size and not rollout.cache and not rollout.speculation
+  # The kernel reads no pages, and it attends from one token per slot, where speculation has several.
+  supported = not rollout.page_size and not rollout.speculation
   return dataclasses.replace(compute, decode_kernel=compute.decode_kernel and supported and decodes(cfg, compute))
 
 

@@ -32,10 +32,9 @@ def verified(
     attention_kernels.check_platform(compute, platform)
     if not dry:
       length = row_length(inputs.config, inputs.algorithm.on_policy)
-      decoding = []
-      if checks.samples(inputs.config, inputs.algorithm):
-        cfg = inputs.model.config
-        if attention_kernels.compute_of_decoding(compute, cfg, inputs.config.rollout).decode_kernel:
+      cfg, rollout, decoding = inputs.model.config, inputs.config.rollout, []
+      if checks.samples(inputs.config, inputs.algorithm) and not rollout.cache:  # a cache of 8 bits is read by XLA
+        if attention_kernels.compute_of_decoding(compute, cfg, rollout).decode_kernel:
           decoding = [cfg]
       compute = kernel_check.verify(compute, attention_uses(prepared, layouts, length), decoding)
   if compute.grouped_kernel and not dry:

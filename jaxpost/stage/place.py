@@ -90,7 +90,7 @@ class PlacedStage(PreparedStage):
       if has_branches(self.inputs, self.data) and not kernels.supports_branches(compute.attention, cfg):
         out['model.attention'] += ', by XLA for rows with a shared prompt'
       decodes = kernels.compute_of_decoding(compute, cfg, config.rollout).decode_kernel
-      if compute.attention == 'triton' and samples and not decodes:
+      if compute.attention == 'triton' and samples and (config.rollout.cache or not decodes):
         out['model.attention'] += ', decoding by XLA'
     if self.model.config.experts:
       out['experts'] = f'{"kernel" if compute.grouped_kernel else "XLA"} ({compute.platform})'
