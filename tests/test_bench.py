@@ -35,6 +35,7 @@ def test_sample_benchmark_compares_decoding_with_the_bytes_it_reads(tmp_path):
   )
 
 
+@pytest.mark.nightly  # test_scheduler.py holds what the cache saves
 def test_turns_benchmark_reads_fewer_tokens_with_a_kept_cache(tmp_path):
   row = turns.measure(bench.Options(shape='tiny', steps=1, batch=4, new=4), str(tmp_path))
   assert row['kept/tokens'] == row['read/tokens'] > 0

@@ -1,5 +1,6 @@
 """`launch.reproduce` draws a sample of a run again; `train_on_rollouts` trains on the rollouts of another run."""
 
+import contextlib
 import json
 import pathlib
 import re
@@ -44,10 +45,13 @@ def config(model, tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def run(config, tmp_path_factory):
-  folder = tmp_path_factory.mktemp('run') / 'run'
-  jaxpost.run(config, folder)
-  return folder
+def run(config, model, tmp_path_factory):
+  """A run whose config has a path relative to the folder in which it was started; the tests are in another one."""
+  folder = tmp_path_factory.mktemp('run')
+  shutil.copytree(model, folder / 'nano')
+  with contextlib.chdir(folder):
+    jaxpost.run(tiny.merged(config, dict(init_from='nano')), folder / 'run')
+  return folder / 'run'
 
 
 def stored_samples(run, step):
@@ -58,6 +62,7 @@ def stored_samples(run, step):
 @pytest.mark.parametrize('step, row', [(1, 0), (2, 7), (4, 15)])
 def test_a_sample_is_drawn_again(run, step, row):
   """The steps before it are repeated: from the start of the run, or for step 4 from the checkpoint of step 2."""
+  here = pathlib.Path.cwd()
   sample = reproduce.reproduce(run, step, row)
   assert sample['identical'] is True
   original, arrays = rollout_files.load(run / f'rollouts/grpo/{step}.npz')
@@ -70,17 +75,7 @@ def test_a_sample_is_drawn_again(run, step, row):
   assert sample['advantage'] == pytest.approx(arrays['credit/advantages'][row, 0])
   assert len(sample['texts']) == len(sample['trained']) == length
   assert sample['version'] == 2 * (step - 1)
-
-
-def test_a_run_with_relative_paths_is_reproduced_from_another_folder(config, model, tmp_path, monkeypatch):
-  """Paths of its config are relative to the folder in which the run was started."""
-  monkeypatch.chdir(tmp_path)
-  shutil.copytree(model, 'nano')
-  jaxpost.run(tiny.merged(config, dict(init_from='nano', train=dict(steps=1))), 'run')
-  (tmp_path / 'elsewhere').mkdir()
-  monkeypatch.chdir('elsewhere')
-  assert reproduce.reproduce('../run', 1, 0)['identical'] is True
-  assert pathlib.Path.cwd() == tmp_path / 'elsewhere'
+  assert pathlib.Path.cwd() == here
 
 
 def test_viewer_has_all_token_values_of_a_run_with_reference(run):
