@@ -250,6 +250,7 @@ def test_dpo_reference_shares_the_codes_of_the_policy(base):
   assert codes <= pointers(roles.reference.params)
 
 
+@pytest.mark.nightly  # test_adapters.py has such a run whose sampler shares the base
 @pytest.mark.parametrize('kind', quantization.KINDS)
 def test_grpo_learns_on_a_quantized_base(base, tmp_path, kind):
   """The sampler computes with the same quantized weights as training: their mismatch is 1."""
