@@ -516,6 +516,18 @@ def test_every_minibatch_of_every_epoch_is_an_update(model):
   assert int(policy.state.step) == 8
 
 
+@pytest.mark.parametrize(
+  'rl', [dict(minibatches=2), dict(epochs=3), dict(minibatches=2, old_policy='sampler')], ids=['two', 'epochs', 'sampler']
+)
+def test_movement_within_a_step_is_no_mismatch_of_the_sampler(rl, model, tmp_path):
+  """The sampler is compared with the policy before the first update of its rollout, the old policy of TRL and verl."""
+  rows = run(tiny.grpo_config(model, train=dict(steps=2), optim=dict(lr=3e-2), rl=rl), tmp_path)
+  assert all(abs(row['ratio'] - 1) > 0.01 for row in rows)
+  for row in rows:
+    assert row['sampler_mismatch'] == pytest.approx(1, abs=1e-5)
+    assert row['sampler_kl/k1'] == pytest.approx(0, abs=1e-5) and row['sampler_kl/k3'] == pytest.approx(0, abs=1e-6)
+
+
 def ends_with_even(completion_ids, **columns):
   """Rewards completions whose last token is even, so that the rewards of a group are often equal."""
   del columns

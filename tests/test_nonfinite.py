@@ -87,6 +87,12 @@ def test_metrics_leave_out_updates_without_trained_tokens():
   assert nonfinite.merge_metrics([('policy', empty)] * 2) == empty | {'empty_updates': 2}
 
 
+def test_sampler_and_trainer_are_compared_in_the_first_update_that_trains_a_token():
+  updates = [{'sampler_mismatch': x, 'ratio': x, 'empty_updates': float(not x)} for x in (0.0, 1.0, 2.0)]
+  row = nonfinite.merge_metrics([('policy', metrics) for metrics in updates])
+  assert row == {'sampler_mismatch': 1.0, 'ratio': 1.5, 'empty_updates': 1}
+
+
 def test_nan_step_changes_no_state_and_names_rows_and_terms(model, tmp_path):
   limit, row = limit_and_worst_row(model, tmp_path)
   policy, item = first_step(poisoned(model, tmp_path, limit))

@@ -133,8 +133,8 @@ RULES = (
   Rule(
     'mismatch',
     lambda s: s['mismatch'] > 1.05,
-    'sampler_mismatch {mismatch:.3f}: sampler and trainer disagree on log-probs. With several updates of a rollout, or '
-    'rollout.staleness, the policy moves fast: lower config.optim.lr; else check dtypes, temperature, 8 bits',
+    'sampler_mismatch {mismatch:.3f}: sampler and trainer disagree on log-probs. With rollout.staleness or '
+    'rl.keep_surplus, the policy moves fast: lower config.optim.lr; else check dtypes, temperature, 8 bits',
     patience=1,
   ),
 )
@@ -194,7 +194,7 @@ class Alerts:
     signals['weight'] = min(weights, key=lambda x: (math.isnan(x), x))
     mismatch = row.get('sampler_mismatch', math.nan)
     # It is a mean of exp(difference): if it overflows, rows have null for it.
-    signals['mismatch'] = math.inf if mismatch is None or math.isinf(mismatch) else mismatch
+    signals['mismatch'] = math.inf if mismatch is None else mismatch
     if row.get('replay/used'):  # samples are of an older policy
       signals['mismatch'] = math.nan
     signals['has_reward'] = 'reward' in row

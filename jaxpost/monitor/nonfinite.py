@@ -17,6 +17,8 @@ if TYPE_CHECKING:
   from jaxpost.types import Batch, Item, TrainState
 
 _COUNTS = 'skipped_updates', 'empty_updates', 'overflowed_updates'
+# Of the first update alone: in later ones, the policy has moved away from the sampler.
+_OF_FIRST = 'sampler_mismatch', 'sampler_kl/k1', 'sampler_kl/k3'
 
 
 def merge_metrics(updates: list[tuple[str, dict]]) -> dict[str, float]:
@@ -30,6 +32,7 @@ def merge_metrics(updates: list[tuple[str, dict]]) -> dict[str, float]:
       # Updates that changed nothing are counted together for all roles.
       key = name if role == 'policy' or name in _COUNTS else f'{role}/{name}'
       columns.setdefault(key, []).append(float(value))
+  columns |= {k: columns[k][:1] for k in _OF_FIRST if k in columns}
   return {k: int(sum(v)) if k in _COUNTS else math.fsum(v) / len(v) for k, v in columns.items()}
 
 
