@@ -517,7 +517,9 @@ def test_every_minibatch_of_every_epoch_is_an_update(model):
 
 
 @pytest.mark.parametrize(
-  'rl', [dict(minibatches=2), dict(epochs=3), dict(minibatches=2, old_policy='sampler')], ids=['two', 'epochs', 'sampler']
+  'rl',
+  [dict(minibatches=2), dict(epochs=3), dict(minibatches=2, old_policy='sampler')],
+  ids=['two', 'epochs', 'sampler'],
 )
 def test_movement_within_a_step_is_no_mismatch_of_the_sampler(rl, model, tmp_path):
   """The sampler is compared with the policy before the first update of its rollout, the old policy of TRL and verl."""

@@ -14,6 +14,7 @@ from jaxpost.monitor import metrics
 from jaxpost.stage import algorithms
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / 'docs' / 'examples'
+EXPERIENCE = jaxpost.Experience(None, np.ones(16), np.tile(np.arange(8) < 5, (16, 1)).astype(np.float32), {})
 MAX_LINES = {'reinforce.py': 60, 'actor_critic.py': 150}
 
 
@@ -46,6 +47,62 @@ def test_an_algorithm_that_is_incomplete_is_refused(tmp_path, fields, words):
   file.write_text(f'import jaxpost\nf = lambda *arguments: None\nALGORITHM = jaxpost.Algorithm(f, {fields})\n')
   with pytest.raises(InputError, match=words):
     algorithms.load_algorithm(str(file))
+
+
+OWN = """
+import jaxpost
+import numpy as np
+
+def objective(config):
+  def loss(outputs, arrays):
+    return arrays['advantages'] * outputs.logprobs, {}
+
+  return jaxpost.Objective(loss, arrays=('advantages',))
+
+def credit(experience, config):
+  mask, rewards = experience.mask, experience.rewards
+  return RESULT
+
+ALGORITHM = jaxpost.Algorithm(objective, on_policy=True, credit=credit)
+"""
+
+
+@pytest.mark.parametrize(
+  'result, words',
+  [
+    (
+      'jaxpost.Credit({"advantage": mask}, mask, {})',
+      r"has no array 'advantages', which the objective names in `arrays`",
+    ),
+    (
+      'jaxpost.Credit({"advantages": rewards}, mask, {})',
+      r'`advantages` has the shape \(16,\) and must have \(16, 8\) or \(16, 1\)',
+    ),
+    ('jaxpost.Credit({"advantages": mask[:8]}, mask, {})', r'`advantages` has the shape \(8, 8\) and'),
+    (
+      'jaxpost.Credit({"advantages": mask}, mask[:, :1], {})',
+      r'`mask` has the shape \(16, 1\) and must have \(16, 8\)',
+    ),
+    ('jaxpost.Credit({"advantages": mask * np.nan}, mask, {})', '`advantages` is not finite on trained tokens'),
+    ('jaxpost.Credit({"advantages": mask}, mask * np.inf, {})', '`mask` is not finite'),
+    ('{"advantages": mask}', r'is a dict and must be a jaxpost.Credit'),
+  ],
+)
+def test_a_credit_that_the_objective_cannot_read_is_refused(tmp_path, result, words):
+  """Its arrays were read only in the program of the update, whose errors name neither the file nor the function."""
+  file = tmp_path / 'mine.py'
+  file.write_text(OWN.replace('RESULT', result))
+  with pytest.raises(InputError, match=rf'^config.algorithm: .*mine.py: the result of `credit`.*{words}'):
+    algorithms.load_algorithm(str(file)).credit(EXPERIENCE, None)
+
+
+@pytest.mark.parametrize('result', ['rewards[:, None]', 'np.where(mask > 0, 1, np.nan)', 'mask[:, :1]'])
+def test_a_credit_of_whole_completions_trains(model, tmp_path, result):
+  """An array [N, 1] holds one value per completion, and the tokens that the mask leaves out may have any value."""
+  file = tmp_path / 'mine.py'
+  file.write_text(OWN.replace('RESULT', f'jaxpost.Credit({{"advantages": {result}}}, mask, {{}})'))
+  (row,) = run(tiny.grpo_config(model, algorithm=str(file), train=dict(steps=1)), tmp_path / 'run')
+  assert row['grad_norm'] > 0 and row['skipped_updates'] == 0
 
 
 def test_reinforce_raises_its_reward(model, tmp_path):

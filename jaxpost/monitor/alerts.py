@@ -132,8 +132,8 @@ RULES = (
   ),
   Rule(
     'mismatch',
-    lambda s: s['mismatch'] > 1.05,
-    'sampler_mismatch {mismatch:.3f}: sampler and trainer disagree on log-probs. With rollout.staleness or '
+    lambda s: s['sampler_mismatch'] > 1.05 and not s['replay/used'] > 0,  # replayed samples are of an older policy
+    'sampler_mismatch {sampler_mismatch:.3f}: sampler and trainer disagree on log-probs. With rollout.staleness or '
     'rl.keep_surplus, the policy moves fast: lower config.optim.lr; else check dtypes, temperature, 8 bits',
     patience=1,
   ),
@@ -192,11 +192,8 @@ class Alerts:
     signals['all_failed'] = self._failed[stage]
     weights = (signals[key] for key in ('importance_weight', 'off_policy_kept', 'vespo/phi'))
     signals['weight'] = min(weights, key=lambda x: (math.isnan(x), x))
-    mismatch = row.get('sampler_mismatch', math.nan)
-    # It is a mean of exp(difference): if it overflows, rows have null for it.
-    signals['mismatch'] = math.inf if mismatch is None else mismatch
-    if row.get('replay/used'):  # samples are of an older policy
-      signals['mismatch'] = math.nan
+    if row.get('sampler_mismatch', 1.0) is None:  # the mean of exp(difference) has overflowed
+      signals['sampler_mismatch'] = math.inf
     signals['has_reward'] = 'reward' in row
     # An overflow only lowers the loss scale.
     watched = () if row.get('overflowed_updates') else ('loss', 'grad_norm')

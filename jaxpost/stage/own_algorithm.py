@@ -2,13 +2,16 @@
 
 import dataclasses
 
+import numpy as np
+
 from jaxpost import imports
-from jaxpost.algorithms.base import Algorithm
-from jaxpost.errors import InputError
+from jaxpost.algorithms.base import Algorithm, Config
+from jaxpost.errors import InputError, refuse, type_of
+from jaxpost.types import Credit, Experience
 
 
 def load(target: str, attribute: str) -> Algorithm:
-  """Returns the Algorithm that pkg.module or ./file.py has as `attribute`.
+  """Returns the Algorithm that pkg.module or ./file.py has as `attribute`, with a check of what its `credit` returns.
 
   Raises:
     InputError: there is none, or it is incomplete.
@@ -20,7 +23,13 @@ def load(target: str, attribute: str) -> Algorithm:
       f'config.algorithm: {target} has no {attribute} = jaxpost.Algorithm(...); docs/your_algorithm.md shows one'
     )
   _check_complete(algorithm, target)
-  return algorithm
+
+  def credit(experience: Experience, config: Config) -> Credit:
+    result = algorithm.credit(experience, config)
+    _check_credit(result, experience, algorithm, config, f'config.algorithm: {target}: the result of `credit`')
+    return result
+
+  return dataclasses.replace(algorithm, credit=credit)
 
 
 def _check_complete(algorithm: Algorithm, target: str) -> None:
@@ -41,3 +50,26 @@ def _check_complete(algorithm: Algorithm, target: str) -> None:
       f'config.algorithm: {target}: is not on_policy and has no `render`, which makes examples of rows; '
       'jaxpost.algorithms.sft.render_text is an example'
     )
+
+
+def _check_credit(result: Credit, experience: Experience, algorithm: Algorithm, config: Config, where: str) -> None:
+  """Raises InputError for a result of `credit` that no update could read: a wrong type, name, shape or value."""
+  refuse(not isinstance(result, Credit), f'{where} is {type_of(result)} and must be a jaxpost.Credit')
+  if algorithm.pack:  # makes the batch of arrays of its own
+    return
+  shape = experience.mask.shape
+  for name, values in {'mask': result.mask, **result.arrays}.items():
+    shapes = [shape] if name == 'mask' else [shape, (len(experience.mask), 1)]
+    refuse(
+      np.shape(values) not in shapes,
+      f'{where}: `{name}` has the shape {np.shape(values)} and must have {" or ".join(map(str, shapes))}',
+    )
+    refuse(
+      not (np.isfinite(values) | (result.mask == 0)).all(),
+      f'{where}: `{name}` is not finite on trained tokens in step {experience.step + 1}; where there is no reward, '
+      'experience.rewards is NaN, and the mask must be 0',
+    )
+  if algorithm.prepare is Algorithm.prepare:  # another one may add arrays
+    for objective in filter(None, (algorithm.objective(config), algorithm.critic(config))):
+      for name in objective.arrays:
+        refuse(name not in result.arrays, f'{where} has no array {name!r}, which the objective names in `arrays`')
