@@ -7,6 +7,7 @@ part of a file has a comment before it, `<!-- a part: ... -->`, which the site d
 
 import ast
 import builtins
+import dataclasses
 import importlib
 import json
 import pathlib
@@ -24,6 +25,7 @@ import jaxpost
 from configs import quickstart
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.environments.pool import EnvironmentPool
+from jaxpost.errors import InputError
 from jaxpost.stage import algorithms
 from jaxpost.stage import config as config_lib
 from jaxpost.tools import completions, inference
@@ -153,6 +155,16 @@ def your_loss(code):
   outputs = Outputs(logprobs=np.array([[-1.0, -2.0]]), entropy=np.array([[0.1, 0.2]]))
   loss, figures = fn(outputs, {'advantages': np.array([[3.0, -1.0]])})
   assert loss.tolist() == [[3.0, -2.0]] and figures == {'entropy': outputs.entropy}
+
+
+def your_check(code):
+  """Refuses a field that only built-in methods read, and takes those that jaxpost applies itself."""
+  check = executed(code, Algorithm=jaxpost.Algorithm, objective=None, credit=None)['ALGORITHM'].check
+  fields = config_lib.defaults()['rl'] | dict(minibatches=2, dynamic_sampling=2, aggregate='sequence')
+  (config,) = config_lib.parse({'rl': fields}).values()
+  check(config)
+  with pytest.raises(InputError, match=r'config.rl.kl_coef: mine.py would ignore it; leave it -1.0'):
+    check(dataclasses.replace(config, rl=dataclasses.replace(config.rl, kl_coef=0.1)))
 
 
 def your_reward(code):
@@ -316,6 +328,7 @@ EXECUTE = {
   ('sampling', 0): sampling,
   ('watching', 0): watching,
   ('your_algorithm', 0): your_loss,
+  ('your_algorithm', 1): your_check,
   ('your_model', 0): your_model,
   ('your_reward', 0): your_reward,
 }
