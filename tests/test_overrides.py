@@ -12,6 +12,7 @@ import pytest
 from jaxpost.errors import InputError
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import field_names
+from jaxpost.stage.schema_rl import RlSection
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CLONE))  # a plain `pytest` does not have the clone in its path, which has `launch`
@@ -227,6 +228,30 @@ def test_synonyms_agree_with_table_of_trl_and_verl_names():
     if fields:
       # `micro_batch_size` stands for train.micro_batch_size, and so on.
       assert fields & {*field_names.SYNONYMS[name]}, (name, fields, field_names.SYNONYMS[name])
+
+
+@pytest.mark.parametrize(
+  'path, value, hint',
+  [
+    ('rl.advantage', 'grpo', "did you mean 'group'?"),
+    ('rl.advantage', 'rloo', "did you mean 'leave_one_out'?"),
+    ('rl.aggregate', 'seq-mean-token-mean', "did you mean 'sequence'?"),
+    ('rl.kl_estimator', 'low_var_kl', "did you mean 'k3'?"),
+    ('rl.advantage', 'gropu', "did you mean 'group'?"),
+  ],
+)
+def test_a_value_of_trl_or_verl_is_refused_with_the_one_that_was_meant(path, value, hint):
+  section, field = path.split('.')
+  with pytest.raises(InputError) as error:
+    config_lib.parse({section: {field: value}})
+  assert str(error.value).startswith(f"config.{path}: {value!r} is not one of '', ") and str(error.value).endswith(hint)
+
+
+def test_values_of_others_stand_for_choices_and_are_none():
+  choices = {name: f.metadata['choices'] for name, f in RlSection.__dataclass_fields__.items()}
+  for pair, meant in field_names.VALUES.items():
+    field, value = pair.split('=')
+    assert meant in choices[field] and value not in choices[field], pair
 
 
 def test_synonyms_agree_with_table_of_most_common_settings():

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from jaxpost.errors import InputError, did_you_mean, type_of
+from jaxpost.errors import InputError, type_of
 from jaxpost.stage.schema import Config
 from jaxpost.storage import seals
 
@@ -211,8 +211,9 @@ def _check(name: str, value: Any, kind: Any, meta: Mapping) -> Any:
   if kind is float and not math.isfinite(value):
     raise InputError(f'{name}: {value!r} is not a finite number')
   if meta['choices'] and value not in meta['choices']:
-    hint = did_you_mean(str(value), meta['choices'], 0.5)  # lenient enough to suggest float16 for fp16
-    raise InputError(f'{name}: {_shown(value)} is not one of {", ".join(meta["choices"])}; {hint}'.rstrip('; '))
+    from jaxpost.stage import field_names
+
+    raise field_names.unknown_value(name, value, meta['choices'])
   if kind in (int, float):
     lo = -_MAX_NUMBER if meta['lo'] is None else meta['lo']
     hi = _MAX_NUMBER if meta['hi'] is None else meta['hi']

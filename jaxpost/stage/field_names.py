@@ -1,7 +1,8 @@
 """Looks up config fields by dotted name, and suggests the field that an unknown name was meant for.
 
 `field_type` returns the type of a field. `unknown_key` suggests a field for former names, misspellings, names in the
-wrong section, and the names that TRL, verl and Hugging Face use, which field_names.toml lists.
+wrong section, and the names that TRL, verl and Hugging Face use, which field_names.toml lists; `unknown_value` does so
+for values.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ import difflib
 import pathlib
 import tomllib
 import typing
+from collections.abc import Collection
 from typing import Any
 
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, did_you_mean
 from jaxpost.stage.schema import Config
 
 _NAMES = tomllib.loads(pathlib.Path(__file__).with_suffix('.toml').read_text('utf-8'))
 SYNONYMS = {name: (field,) for field, names in _NAMES['other_names'].items() for name in names.split()}
 SYNONYMS |= {name: tuple(fields.split()) for name, fields in (_NAMES['several'] | _NAMES['former']).items()}
+VALUES = _NAMES['values']
 _MAX_SUGGESTIONS = 4
 
 
@@ -59,6 +62,15 @@ def unknown_key(where: str, path: str) -> InputError:
   *names, last = [name if name.startswith('--') else f'{where}.{name}' for name in suggestions]
   hint = f'{", ".join(names)} or {last}' if names else last
   return InputError(f'{where}.{path}: unknown key; did you mean {hint}?')
+
+
+def unknown_value(name: str, value: Any, choices: Collection[str]) -> InputError:
+  """Returns the error for a value of the field `name` that is none of its choices."""
+  meant = VALUES.get(f'{name.rpartition(".")[2]}={value}')
+  # Lenient enough to suggest float16 for fp16.
+  hint = f'did you mean {meant!r}?' if meant else did_you_mean(str(value), choices, 0.5)
+  known = ', '.join(choice or "''" for choice in choices)
+  return InputError(f'{name}: {value!r:.100} is not one of {known}; {hint}'.rstrip('; '))
 
 
 def _known_section(parts: list[str]) -> str:
