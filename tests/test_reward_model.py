@@ -26,8 +26,9 @@ from jaxpost.losses import token_advantages
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
+from jaxpost.rewards.groups import Graded
 from jaxpost.rl import grading, process_rewards
-from jaxpost.stage import algorithms, prepare, records, reward_models, weight_sources
+from jaxpost.stage import algorithms, best_metric, evaluate, prepare, records, reward_models, weight_sources
 from jaxpost.stage import config as config_lib
 from jaxpost.storage import manifest
 from jaxpost.types import Batch, Outputs, Prompt, Rollout
@@ -414,6 +415,19 @@ def test_process_reward_is_placed_where_each_step_ends(nano, judge, algorithm):
     rewards_to_go = np.cumsum(experience.turn_rewards[:, ::-1], axis=1)[:, ::-1] + 2 * np.array(functions)[:, None]
     advantages = token_advantages.whiten(rewards_to_go, experience.mask)
     np.testing.assert_allclose(item.credit.arrays['advantages'], advantages, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize('pass_reward, shown', [(1.0, False), (-50.0, True)], ids=['unset', 'set'])
+def test_scores_of_a_reward_model_alone_pass_from_a_threshold_that_is_set(nano, judge, pass_reward, shown):
+  """The zero of a Bradley-Terry score is arbitrary, so no value of it means right by default."""
+  config = judged(nano, judge[0], eval=dict(pass_reward=pass_reward))
+  _, item = graded(config)
+  values = [1.5, 2.5]
+  rates = evaluate.pass_metrics([Graded(values, {'reward_model': values}, None)], np.array([values]), pass_reward)
+  ((_, resolved),) = prepare.resolve_all(tiny.merged(config, dict(eval=dict(samples=2)))).values()
+  known = best_metric.of_samples(resolved)
+  assert ['pass_rate/all' in item.info, 'pass@1' in rates, 'pass@1' in known] == [shown] * 3
+  assert ('completions/right_length' in item.info) == shown
 
 
 def test_consecutive_line_breaks_end_one_step():

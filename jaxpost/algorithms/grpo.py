@@ -117,10 +117,10 @@ def _arrays_in_loss(config: Config) -> tuple[str, ...]:
 
 def _diagnosis(outputs, arrays, metrics) -> dict[str, jax.Array]:
   """Metrics of every surrogate: entropy, distance of policy and sampler, clip ratios by sign of the advantage."""
-  logp, sampler = outputs.logprobs, arrays['sampler_logprobs']
+  logp, sampler = jax.lax.stop_gradient(outputs.logprobs), arrays['sampler_logprobs']
   diagnosis = {
     'entropy': outputs.entropy,
-    'sampler_mismatch': policy_gradient.mismatch(logp, sampler),
+    'sampler_mismatch': jax.numpy.exp(policy_gradient.KL['abs'](sampler, logp)),  # 1 if they agree
     'sampler_kl/k1': policy_gradient.KL['k1'](sampler, logp),
     'sampler_kl/k3': policy_gradient.KL['k3'](sampler, logp),
   }

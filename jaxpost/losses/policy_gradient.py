@@ -120,11 +120,6 @@ expert = by_name('surrogates:expert')
 off_policy_kept = by_name('surrogates:off_policy_kept')
 
 
-def mismatch(logprobs: jax.Array, sampler_logprobs: jax.Array) -> jax.Array:
-  """Returns exp |log pi - log pi_sampler|, which is 1 if sampler and trainer agree."""
-  return jnp.exp(jnp.abs(jax.lax.stop_gradient(logprobs) - sampler_logprobs))
-
-
 def check_shapes(logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array) -> None:
   """Raises ValueError unless the arrays have one shape."""
   same_shape('logprobs, old_logprobs, advantages [B, T]', None, logprobs, old_logprobs, advantages)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -111,7 +111,8 @@ def step_metrics(experience: Experience, shape: RowShape, config: typing.Any) ->
     sampled = dataclasses.replace(experience, mask=experience.mask * ~not_sampled[:, None], verdicts=verdicts)
   if not rollout.from_data:
     out |= surprisal_metrics(sampled)
-    out |= correctness_metrics(sampled, config.eval.pass_reward) if experience.components else {}
+    if experience.components and has_threshold(experience.components, config.eval.pass_reward):
+      out |= correctness_metrics(sampled, config.eval.pass_reward)
   if not rollout.from_data and (config.rollout.staleness or config.rl.keep_surplus or config.rl.replay):
     updates_per_step = config.rl.epochs * config.rl.minibatches
     # Age in steps of the weights that sampled the trained tokens.
@@ -131,6 +132,11 @@ def surprisal_metrics(experience: Experience) -> dict:
   quarters = 4 * np.arange(mask.shape[1]) // np.maximum(rollout.lengths[:, None], 1)
   surprisals = {n: -rollout.logprobs[mask & (quarters == n - 1)] for n in (1, 2, 3, 4)}
   return {f'entropy/quarter_{n}': float(x.mean()) for n, x in surprisals.items() if x.size}
+
+
+def has_threshold(rewards: Collection[str], passes: float) -> bool:
+  """Returns whether values from `passes` on are right; those of a reward model have no zero, so it must be set."""
+  return {*rewards} != {REWARD_MODEL} or passes != 1.0
 
 
 def correctness_metrics(experience: Experience, passes: float) -> dict:

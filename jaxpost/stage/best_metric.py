@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxpost.errors import refuse
 from jaxpost.rewards import builtin
+from jaxpost.rl.reward_metrics import has_threshold
 from jaxpost.stage.algorithms import ALGORITHMS
 from jaxpost.stage.evaluate import pass_rates
 from jaxpost.types import Batch, Outputs
@@ -46,7 +47,7 @@ def of_samples(config: Config) -> set[str]:
   rewards = [*builtin.short_names(config.rewards_tuple()), *(['environment'] if config.environment else [])]
   names = {'completions/mean_length', 'completions/clipped_ratio', 'ungraded_prompts', 'reward'}
   names |= {f'rewards/{reward}/{figure}' for reward in rewards for figure in ('mean', 'std')}
-  suffixes = ['', *(f'/{reward}' for reward in rewards)]
+  suffixes = ['', *(f'/{reward}' for reward in rewards)] if has_threshold(rewards, config.eval.pass_reward) else []
   return names | {rate + suffix for rate in pass_rates(np.zeros((1, config.eval.samples))) for suffix in suffixes}
 
 

@@ -45,21 +45,21 @@ def pass_metrics(graded: Sequence[Graded], verdicts: np.ndarray, pass_reward: fl
   """Returns pass@k by the verdicts, and pass@k/NAME by each reward.
 
   Prompts with a sample that has no verdict are left out and counted. pass@k/NAME also leaves out prompts that the
-  reward NAME does not apply to.
+  reward NAME does not apply to. The only reward being a reward model's, both need an `eval.pass_reward`.
 
   Args:
     graded: results of N prompts.
     verdicts: [N, n] values of the reward that decides which samples are correct; NaN: no verdict.
     pass_reward: a sample passes from this value of a reward on.
   """
-  from jaxpost.rl.reward_metrics import reward_table  # not imported by SFT runs
+  from jaxpost.rl.reward_metrics import has_threshold, reward_table  # not imported by SFT runs
 
   has_verdicts = np.isfinite(verdicts).all(axis=1)  # [N]
   values = {'': verdicts} | {f'/{name}': reward_table(graded, name) for name in graded[0].components}
   out: dict[str, float] = {'ungraded_prompts': int((~has_verdicts).sum())}
   for suffix, rewards in values.items():  # rewards [N, n]
     applies = has_verdicts & np.isfinite(rewards).all(axis=1)
-    if applies.any():
+    if applies.any() and has_threshold(graded[0].components, pass_reward):
       rates = pass_rates(rewards[applies] >= pass_reward)
       out |= {f'{name}{suffix}': chance for name, chance in rates.items()}
   return out
