@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxpost.algorithms import grpo, sft
+from jaxpost.algorithms import grpo, rl_checks, sft
 from jaxpost.algorithms.base import Algorithm, Config, learning_rate
 from jaxpost.errors import refuse, refuse_unread
 from jaxpost.losses.reduce import same_shape
@@ -53,10 +53,7 @@ def check(config: Config) -> None:
   read = ('advantage', 'aggregate', 'keep_reward', 'correct_by', 'mask_truncated')
   read += ('dynamic_sampling', 'curriculum', 'epochs', 'minibatches')
   refuse_unread(rl, read, 'the cross entropy of rft')
-  refuse(
-    rl.dynamic_sampling > 0 and config.rollout.group_size < 2,
-    'config.rl.dynamic_sampling: one sample never differs; set it to 0 or config.rollout.group_size to at least 2',
-  )
+  rl_checks.check_dynamic_sampling(config)
 
 
 RFT = ALGORITHM = Algorithm(

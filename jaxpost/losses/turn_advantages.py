@@ -64,10 +64,9 @@ def gigpo(
 ) -> np.ndarray:
   """Returns the advantage of the episode in its group, plus `weight` times that of the turn among turns of its state.
 
-  GiGPO (arXiv:2505.10978): turns of a group that start from the same state are
-  compared by their discounted sums of rewards from there on, where the last turn includes
-  the outcome. A turn whose state no other turn shares adds 0. The state is the observation:
-  the tokens of the environment directly before the turn.
+  GiGPO (arXiv:2505.10978): turns of a group that start from the same state are compared by their discounted sums of
+  rewards from there on, where the last turn includes the outcome. A turn whose state no other turn shares adds 0. The
+  state is the observation: the tokens of the environment directly before the turn.
 
   Args:
     rewards, valid, turn_rewards, sampled: as in `mt_grpo`.

@@ -40,6 +40,7 @@ SHOWN = {
   'mean_token_accuracy': 'acc',
   'kl': 'kl',
   'entropy': 'ent',
+  'critic/explained_variance': 'critic explains',
   'completions/mean_length': 'len',
   'tools/failure_frequency': 'failed calls',
   'tools/malformed': 'unreadable calls',

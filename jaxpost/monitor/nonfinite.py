@@ -17,8 +17,7 @@ if TYPE_CHECKING:
   from jaxpost.types import Batch, Item, TrainState
 
 _COUNTS = 'skipped_updates', 'empty_updates', 'overflowed_updates'
-# Of the first update alone: in later ones, the policy has moved away from the sampler.
-_OF_FIRST = 'sampler_mismatch', 'sampler_kl/k1', 'sampler_kl/k3'
+_OF_FIRST = 'sampler_mismatch', 'sampler_kl/k1', 'sampler_kl/k3'  # before the policy moves away from the sampler
 
 
 def merge_metrics(updates: list[tuple[str, dict]]) -> dict[str, float]:

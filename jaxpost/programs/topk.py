@@ -64,8 +64,7 @@ def top_tokens(
     mask: [B, T]; positions with 0 are skipped.
 
   Returns:
-    (ids [B, T, k] int32, log_softmax(logits / temperature) [B, T, k] float32),
-    0 where the mask is 0.
+    (ids [B, T, k] int32, log_softmax(logits / temperature) [B, T, k] float32), 0 where the mask is 0.
   """
   order = head_lib.nonzero_first(mask)
   rows, length = mask.shape

@@ -21,8 +21,7 @@ from jaxpost.rollout import rollout_codec
 def needs_more_groups(pending: PendingRollout, step: int, num_groups: int, max_rounds: int) -> bool:
   """Returns True while another round has to be sampled; waits for the rewards.
 
-  Adds `dynamic_sampling/*` to the metrics of the rollout and warns when
-  `max_rounds` have not been enough.
+  Adds `dynamic_sampling/*` to the metrics of the rollout and warns when `max_rounds` have not been enough.
 
   Args:
     num_groups: how many groups must have right and wrong samples.
@@ -75,9 +74,8 @@ def select_varied(pending: PendingRollout, num_groups: int) -> PendingRollout:
 class Surplus:
   """Groups with right and wrong answers that no step has trained on yet.
 
-  A step that draws more of them than it takes leaves them to the next steps, which take
-  the oldest first. Each step also samples a round of its own, so fewer groups wait than a
-  round has.
+  A step that draws more of them than it takes leaves them to the next steps, which take the oldest first. Each step
+  also samples a round of its own, so fewer groups wait than a round has.
 
   Attributes:
     max_steps: how many steps a group waits at most; later it is dropped and counted.

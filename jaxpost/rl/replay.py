@@ -1,9 +1,8 @@
 """Replays earlier right samples of the policy in groups whose samples are all wrong.
 
-As in ARPO (arXiv:2505.16282), the last sample of such a group, which would have no advantage, is
-replaced by an earlier right sample to the same prompt. That one keeps the log-probs
-with which it was sampled, so ratios to the sampler, or the weights of `rl.importance`, correct
-for its age as they do for staleness.
+As in ARPO (arXiv:2505.16282), the last sample of such a group, which would have no advantage, is replaced by an earlier
+right sample to the same prompt. That one keeps the log-probs with which it was sampled, so ratios to the sampler, or
+the weights of `rl.importance`, correct for its age as they do for staleness.
 
 Legend: P prompts (groups), G samples a prompt, N = P * G sequences, C completion tokens.
 """

@@ -1,6 +1,7 @@
 """Loads an `Algorithm` from a module or file of the user, and checks that it is complete."""
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -23,13 +24,7 @@ def load(target: str, attribute: str) -> Algorithm:
       f'config.algorithm: {target} has no {attribute} = jaxpost.Algorithm(...); docs/your_algorithm.md shows one'
     )
   _check_complete(algorithm, target)
-
-  def credit(experience: Experience, config: Config) -> Credit:
-    result = algorithm.credit(experience, config)
-    _check_credit(result, experience, algorithm, config, f'config.algorithm: {target}: the result of `credit`')
-    return result
-
-  return dataclasses.replace(algorithm, credit=credit)
+  return dataclasses.replace(algorithm, credit=functools.partial(_checked_credit, algorithm, target))
 
 
 def _check_complete(algorithm: Algorithm, target: str) -> None:
@@ -52,11 +47,12 @@ def _check_complete(algorithm: Algorithm, target: str) -> None:
     )
 
 
-def _check_credit(result: Credit, experience: Experience, algorithm: Algorithm, config: Config, where: str) -> None:
-  """Raises InputError for a result of `credit` that no update could read: a wrong type, name, shape or value."""
+def _checked_credit(algorithm: Algorithm, target: str, experience: Experience, config: Config) -> Credit:
+  """Returns an algorithm's credit; raises InputError for a type, name, shape or value that no update could read."""
+  result, where = algorithm.credit(experience, config), f'config.algorithm: {target}: the result of `credit`'
   refuse(not isinstance(result, Credit), f'{where} is {type_of(result)} and must be a jaxpost.Credit')
   if algorithm.pack:  # makes the batch of arrays of its own
-    return
+    return result
   shape = experience.mask.shape
   for name, values in {'mask': result.mask, **result.arrays}.items():
     shapes = [shape] if name == 'mask' else [shape, (len(experience.mask), 1)]
@@ -73,3 +69,4 @@ def _check_credit(result: Credit, experience: Experience, algorithm: Algorithm, 
     for objective in filter(None, (algorithm.objective(config), algorithm.critic(config))):
       for name in objective.arrays:
         refuse(name not in result.arrays, f'{where} has no array {name!r}, which the objective names in `arrays`')
+  return result

@@ -1,8 +1,7 @@
 """Configs in YAML, which `jaxpost.load_config` and `--config=my.yaml` read.
 
-The file holds the nested fields of docs/config.md; missing fields have their defaults. A value is
-read as the type of its field, so `run_name: 12e5` and `run_name: on` need no quotes.
-docs/config_schema.json is its schema for editors:
+The file holds the nested fields of docs/config.md; missing fields have their defaults. A value is read as the type of
+its field, so `run_name: 12e5` and `run_name: on` need no quotes. docs/config_schema.json is its schema for editors:
 
     # yaml-language-server: $schema=docs/config_schema.json
     algorithm: sft
