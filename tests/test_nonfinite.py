@@ -78,13 +78,13 @@ def limit_and_worst_row(model, folder):
 
 
 def test_metrics_leave_out_updates_without_trained_tokens():
-  """Metrics of such an update are sums over no token, 0; a step has them only if all its updates are such."""
+  """Metrics of such an update are sums over no token, 0; a step whose updates are all such has only counts."""
   trained = {'ratio': 1.0, 'nll': 2.0, 'lr': 0.1, 'skipped_updates': 1.0, 'empty_updates': 0.0}
   empty = {'ratio': 0.0, 'nll': 0.0, 'lr': 0.1, 'skipped_updates': 0.0, 'empty_updates': 1.0}
   row = nonfinite.merge_metrics([('policy', trained), ('critic', trained), ('policy', empty), ('critic', empty)])
   means = {'ratio': 1.0, 'nll': 2.0, 'lr': 0.1}
   assert row == means | {f'critic/{k}': v for k, v in means.items()} | {'skipped_updates': 2, 'empty_updates': 2}
-  assert nonfinite.merge_metrics([('policy', empty)] * 2) == empty | {'empty_updates': 2}
+  assert nonfinite.merge_metrics([('policy', empty)] * 2) == {'skipped_updates': 0, 'empty_updates': 2}
 
 
 def test_sampler_and_trainer_are_compared_in_the_first_update_that_trains_a_token():
@@ -169,6 +169,8 @@ def test_run_without_rewards_warns_that_updates_are_empty(model, tmp_path):
   assert first['step'] == 1 and first['count'] == 11
   rows = [r for r in metrics.read_rows(tmp_path / 'metrics.jsonl') if r['split'] == 'train']
   assert [r['empty_updates'] for r in rows] == [1] * 11
+  assert not [r for r in rows if {'loss', 'ratio', 'grad_norm', 'sampler_mismatch'} & r.keys()]
+  assert not summary.keys() & {'loss/grpo', 'sampler_mismatch/grpo'}
 
 
 def no_reward(completions, **columns):

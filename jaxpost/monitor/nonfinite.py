@@ -23,11 +23,10 @@ _OF_FIRST = 'sampler_mismatch', 'sampler_kl/k1', 'sampler_kl/k3'  # before the p
 def merge_metrics(updates: list[tuple[str, dict]]) -> dict[str, float]:
   """Returns one row from the (role, metrics) of a step's updates: means, prefixed with the role unless policy."""
   columns: dict[str, list[float]] = {}
-  all_empty = all(metrics.get('empty_updates') for _, metrics in updates)
   for role, metrics in updates:
     for name, value in metrics.items():
-      if metrics.get('empty_updates') and not all_empty and name not in _COUNTS:
-        continue  # sums over no tokens are 0
+      if metrics.get('empty_updates') and name not in _COUNTS:
+        continue  # sums over no tokens are 0; a row without others has only counts
       # Updates that changed nothing are counted together for all roles.
       key = name if role == 'policy' or name in _COUNTS else f'{role}/{name}'
       columns.setdefault(key, []).append(float(value))

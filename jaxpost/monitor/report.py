@@ -117,7 +117,7 @@ def summary(
 
 def _shown(key: str, value: Any) -> Any:
   """Returns a value as the page and the console show it: the sampler mismatch, a ratio of at least 1, minus 1."""
-  return value - 1 if key == 'sampler_mismatch' and value else value  # 0: the mean over no trained token
+  return value - 1 if key == 'sampler_mismatch' and value else value  # None: not finite
 
 
 def _charts(splits: Mapping[str, list[dict]], algorithm: str, budget: int) -> list[dict[str, Any]]:
