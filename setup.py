@@ -100,6 +100,7 @@ setuptools.setup(
       'hardware/chips.toml',
       'models/presets.toml',
       'planning/gpu_target.pbtxt',
+      'monitor/alerts.toml',
       'monitor/report.css',
       'monitor/curves.toml',
       'monitor/report.html.jinja',

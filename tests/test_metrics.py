@@ -8,6 +8,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tomllib
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ import rich.console
 
 from jaxpost.errors import InputError
 from jaxpost.monitor import metrics, report
-from jaxpost.monitor.alerts import Alerts
+from jaxpost.monitor.alerts import HOLDS, Alerts
+from jaxpost.stage import field_names
 from jaxpost.storage import object_store
 
 
@@ -417,6 +419,14 @@ def test_a_first_step_without_a_reward_warns_at_once(tmp_path):
   assert alerts_of([row | {'empty_updates': 0}]) == {}  # a teacher trains them
   assert list(alerts_of([row | {'failed_groups': 2, 'groups': 2}])) == ['failed']
   assert alerts_of([HEALTHY | {'empty_updates': 2}]) == {}
+
+
+def test_texts_of_warnings_name_fields_that_exist():
+  known = tomllib.loads(pathlib.Path(metrics.__file__).with_name('alerts.toml').read_text('utf-8'))
+  assert known.keys() == HOLDS.keys()
+  for kind, warning in known.items():
+    for field in re.findall(r'config\.(\w+(?:\.\w+)*)', warning['text']):
+      assert field_names.field_type(field), f'{kind}: config.{field}'
 
 
 def test_a_mismatch_names_both_of_its_causes():

@@ -1,12 +1,13 @@
-"""Warns about known ways in which runs fail, based on the rows of metrics."""
+"""Warns about known ways in which runs fail, based on the rows of metrics; alerts.toml has the texts."""
 
 import collections
 import math
+import pathlib
+import tomllib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 FIRST = 5  # rows whose mean is the reference level of a warning
-PATIENCE = 10  # consecutive rows before a noisy signal counts
 
 
 def nonfinite(values: Mapping[str, Any]) -> list[str]:
@@ -27,117 +28,29 @@ class Signals(dict[str, Any]):
     return math.nan
 
 
-class Rule(NamedTuple):
-  """A known way in which runs fail.
-
-  holds: whether a row shows it; comparisons with NaN are false.
-  text: the warning and its remedy; `str.format` inserts signals.
-  patience: consecutive rows that must show it.
-  every: steps after which it is printed again; 0: never.
-  """
-
-  kind: str
-  holds: Callable[[Signals], bool]
-  text: str
-  patience: int = PATIENCE
-  every: int = 0
-
-
-RULES = (
-  Rule(
-    'nonfinite',
-    lambda s: bool(s['nonfinite']),
-    '{nonfinite} not finite: lower lr, clip gradients, look at the batch of this step',
-    patience=1,
-  ),
-  Rule(
-    'failed',
-    lambda s: s['failed_groups'] > 0,
-    'the reward of {failed_groups:.0f} of {groups:.0f} groups failed ({all_failed:.0f} groups of this stage so far), '
-    'and they train nothing: {error}',
-    patience=1,
-    every=50,
-  ),
+# Whether a row shows a problem, by the name of its warning in alerts.toml; comparisons with NaN are false.
+HOLDS: dict[str, Callable[[Signals], bool]] = {
+  'nonfinite': lambda s: bool(s['nonfinite']),
+  'failed': lambda s: s['failed_groups'] > 0,
   # The mean log-prob of a token doubles as well, since the answers keep their lengths. In a healthy run it falls by a
   # tenth or so. With a reward, the answers are samples, which may grow.
-  Rule(
-    'chosen',
-    lambda s: not s['has_reward'] and s['logps/chosen'] < 2 * min(s['start/logps/chosen'], -1),
-    'logps/chosen fell from {start/logps/chosen:.4g} to {logps/chosen:.4g}: chosen answers become less likely, too; '
-    'lower config.optim.lr, raise config.preference.beta, or set config.preference.nll_coef (not for kto)',
-  ),
+  'chosen': lambda s: not s['has_reward'] and s['logps/chosen'] < 2 * min(s['start/logps/chosen'], -1),
   # Without a reward, entropy falls because the model learns its data.
-  Rule(
-    'entropy',
-    lambda s: s['has_reward'] and s['entropy'] < 0.1 * s['start/entropy'],
-    'entropy {entropy:.2g} is under 10 % of its start {start/entropy:.2g}: the policy hardly explores; lower '
-    'config.optim.lr or raise config.rl.kl_coef',
+  'entropy': lambda s: s['has_reward'] and s['entropy'] < 0.1 * s['start/entropy'],
+  'clipped': lambda s: s['completions/clipped_ratio'] > 0.5,
+  'length': lambda s: s['completions/mean_length'] > 3 * max(s['start/completions/mean_length'], 16),
+  'flat': lambda s: s['frac_reward_zero_std'] > 0.9,
+  'ungraded': lambda s: (
+    s['has_reward'] and math.isnan(s['reward']) and s['empty_updates'] > 0 and not s['failed_groups'] > 0
   ),
-  Rule(
-    'clipped',
-    lambda s: s['completions/clipped_ratio'] > 0.5,
-    '{completions/clipped_ratio:.0%} of completions are cut at config.rollout.max_new_tokens: raise it, or reward '
-    'shorter answers',
-  ),
-  Rule(
-    'length',
-    lambda s: s['completions/mean_length'] > 3 * max(s['start/completions/mean_length'], 16),
-    'completions grew from {start/completions/mean_length:.0f} to {completions/mean_length:.0f} tokens: does the '
-    'reward pay for length?',
-  ),
-  Rule(
-    'flat',
-    lambda s: s['frac_reward_zero_std'] > 0.9,
-    '{frac_reward_zero_std:.0%} of groups have equal rewards and teach nothing: other prompts, larger groups or a '
-    'finer reward',
-  ),
-  Rule(
-    'ungraded',
-    lambda s: s['has_reward'] and math.isnan(s['reward']) and s['empty_updates'] > 0 and not s['failed_groups'] > 0,
-    'config.reward returned None for all {masked_samples:.0f} completions, which train nothing: does it fit the data?',
-    patience=1,
-  ),
-  Rule(
-    'empty',
-    lambda s: s['empty_updates'] > 0,
-    'no token was trained in these steps: all is masked; does the reward return None, do all groups agree?',
-  ),
-  Rule(
-    'removed',
-    lambda s: s['weight'] < 0.05,
-    'config.rl.importance, or vespo, leaves {weight:.1%} of the loss: weights or masks remove nearly all; a smaller '
-    'config.rollout.staleness, or wider limits',
-    patience=1,
-  ),
-  Rule(
-    'limited',
-    lambda s: s['clip_ratio/region_mean'] > 0.9,
-    '{clip_ratio/region_mean:.0%} of tokens are clipped and have no gradient: fewer config.rl.epochs and minibatches, '
-    'a lower config.optim.lr, or a wider config.rl.clip_low and clip_high',
-    patience=1,
-  ),
+  'empty': lambda s: s['empty_updates'] > 0,
+  'removed': lambda s: s['weight'] < 0.05,
+  'limited': lambda s: s['clip_ratio/region_mean'] > 0.9,
   # The first update of a rollout clips no value, so the mean over a step's updates stays well below 1.
-  Rule(
-    'values',
-    lambda s: s['critic/vf_clipfrac'] > 0.5,
-    '{critic/vf_clipfrac:.0%} of values are clipped and have no gradient: a lower config.critic.lr, fewer '
-    'config.rl.epochs and minibatches, or a wider config.critic.value_clip',
-  ),
-  Rule(
-    'wpo',
-    lambda s: s['wpo/weight'] < 0.05,
-    'config.preference.weighting leaves {wpo/weight:.1%} of the loss, as the pairs are far from what the policy '
-    'writes: pairs of its own (online_dpo), a lower config.optim.lr, or no weighting',
-    patience=1,
-  ),
-  Rule(
-    'mismatch',
-    lambda s: s['sampler_mismatch'] > 1.05 and not s['replay/used'] > 0,  # replayed samples are of an older policy
-    'sampler_mismatch {sampler_mismatch:.3f}: sampler and trainer disagree on log-probs. With rollout.staleness or '
-    'rl.keep_surplus, the policy moves fast: lower config.optim.lr; else check dtypes, temperature, 8 bits',
-    patience=1,
-  ),
-)
+  'values': lambda s: s['critic/vf_clipfrac'] > 0.5,
+  'wpo': lambda s: s['wpo/weight'] < 0.05,
+  'mismatch': lambda s: s['sampler_mismatch'] > 1.05 and not s['replay/used'] > 0,  # replayed: of an older policy
+}
 
 
 class Alerts:
@@ -149,6 +62,7 @@ class Alerts:
 
   def __init__(self) -> None:
     self.warnings: list[dict] = []
+    self._known = tomllib.loads(pathlib.Path(__file__).with_name('alerts.toml').read_text('utf-8'))
     self._first: dict[tuple[str, str], list[float]] = {}
     self._streak: dict[tuple[str, str], int] = {}
     self._printed: dict[tuple[str, str], int] = {}  # step
@@ -175,12 +89,12 @@ class Alerts:
     signals = self._signals(stage, row)
     signals['error'] = error or 'samples/ has the errors'
     new = []
-    for rule in RULES:
-      streak = self._streak.get((stage, rule.kind), 0) + 1 if rule.holds(signals) else 0
-      self._streak[stage, rule.kind] = streak
-      if streak >= rule.patience:
-        text = rule.text.format_map(signals)
-        if self.add(stage, step, rule.kind, text, rule.every):
+    for kind, warning in self._known.items():
+      streak = self._streak.get((stage, kind), 0) + 1 if HOLDS[kind](signals) else 0
+      self._streak[stage, kind] = streak
+      if streak >= warning['patience']:
+        text = warning['text'].format_map(signals)
+        if self.add(stage, step, kind, text, warning.get('every', 0)):
           new.append(text)
     return new
 
