@@ -421,6 +421,70 @@ def test_a_first_step_without_a_reward_warns_at_once(tmp_path):
   assert alerts_of([HEALTHY | {'empty_updates': 2}]) == {}
 
 
+def test_a_reward_of_none_for_some_completions_warns():
+  """A reward that returns None for what is wrong has a mean of 1; failures have a warning of their own."""
+  row = HEALTHY | {'reward': 1.0, 'masked_samples': 28, 'completion_tokens': 2560}  # 64 completions of 40 tokens
+  alerts = Alerts()
+  assert not alerts.check('grpo', 1, row) and not alerts.check('grpo', 2, row)
+  (text,) = alerts.check('grpo', 3, row)
+  assert text.startswith('28 of 64 completions have no reward, and are not trained on: ')
+  assert alerts_of([row] * 2 + [HEALTHY] + [row] * 2) == {}
+  assert alerts_of([row | {'masked_samples': 6}] * 20) == {}
+  assert list(alerts_of([row | {'failed_groups': 1, 'groups': 8}] * 20)) == ['failed']
+  assert list(alerts_of([row | {'episodes/failed': 5}] * 20)) == ['lost']
+  assert alerts_of([row | {'completions/mean_length': 0.0, 'completion_tokens': 0}] * 20) == {}
+
+
+def test_lost_episodes_warn_with_their_error():
+  alerts = Alerts()
+  (text,) = alerts.check('grpo', 1, HEALTHY | {'episodes/failed': 5}, 'get_reward: raised ValueError: x')
+  assert text == '5 episodes failed, and train nothing: get_reward: raised ValueError: x'
+
+
+def rewarded(*rewards):
+  return [HEALTHY | {'reward': reward} for reward in rewards]
+
+
+def test_a_reward_that_collapses_warns():
+  """Its mean over three steps is below a tenth of the best such mean before, in five rows."""
+  assert alerts_of(rewarded(0.45, *[0.0] * 8)) == {'collapsed': (8, 2)}
+  assert alerts_of(rewarded(*[0.2] * 10, None, *[0.01] * 9)) == {'collapsed': (18, 3)}
+  assert alerts_of(rewarded(*[0.4] * 20, *[0.05] * 20)) == {}
+  assert alerts_of(rewarded(*[0.4] * 20, *[0.0] * 6, *[0.4] * 20)) == {}
+  assert alerts_of(rewarded(*[0.5] * 5, -0.1, *[0.01] * 20)) == {}  # of both signs: any mean may be near 0
+  assert alerts_of(rewarded(*[-0.1] * 5, *[-5.0] * 20)) == {}
+  alerts = Alerts()
+  (text,) = (text for step, row in enumerate(rewarded(0.45, *[0.0] * 8), 1) for text in alerts.check('rl', step, row))
+  assert text.startswith('reward fell from 0.15 to 0 ') and 'config.optim.lr' in text and 'config.init_from' in text
+
+
+def test_a_policy_far_from_its_reference_warns():
+  near, far = (HEALTHY | {'kl': kl} for kl in (0.0, 1.5))
+  assert alerts_of([near] + [far] * 4) == {'kl': (4, 2)}
+  assert alerts_of([near, far, far, near] * 9) == {}
+  assert alerts_of([far] * 20) == {}  # the reference is another model, such as a teacher
+  kto = [{'loss': 0.1, 'kl': kl} for kl in (0.0, *[40.0] * 20)]  # in nats a sequence
+  assert alerts_of(kto, 'kto') == {}
+
+
+@pytest.mark.parametrize(
+  'kind, sick',
+  [
+    ('clipped', {'completions/clipped_ratio': 1.0}),
+    ('flat', {'frac_reward_zero_std': 1.0}),
+    ('empty', {'empty_updates': 2}),
+  ],
+)
+def test_what_is_certain_warns_in_the_third_row(kind, sick):
+  assert alerts_of([HEALTHY | {'lr': 0.1}] + [HEALTHY | sick] * 4) == {kind: (4, 2)}
+  assert alerts_of([HEALTHY] + [HEALTHY | sick] * 2 + [HEALTHY] * 9) == {}
+
+
+def test_a_step_with_some_empty_updates_is_healthy():
+  assert alerts_of([HEALTHY | {'empty_updates': 1, 'lr': 0.1}] * 20) == {}
+  assert alerts_of([HEALTHY | {'empty_updates': 1, 'critic/lr': 0.1}] * 20) == {}  # warm-up of the critic
+
+
 def test_texts_of_warnings_name_fields_that_exist():
   known = tomllib.loads(pathlib.Path(metrics.__file__).with_name('alerts.toml').read_text('utf-8'))
   assert known.keys() == HOLDS.keys()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 FIRST = 5  # rows whose mean is the reference level of a warning
+CERTAIN = 3  # consecutive rows that suffice where all samples or groups show a problem
 
 
 def nonfinite(values: Mapping[str, Any]) -> list[str]:
@@ -20,6 +21,8 @@ class Signals(dict[str, Any]):
 
   weight: the smallest mean weight, or share of kept tokens, of corrections of the sampler.
   start/KEY: mean of a metric over the first rows of the stage. all_failed: failed groups of the stage so far.
+  completions: their number. recent_reward: mean of the last three steps. best_reward: the largest such mean before; NaN
+  after a negative reward, as the mean of rewards of both signs may be near 0. first_kl: the first `kl` of the stage.
   error: the first error of the reward in this step.
   nonfinite: names of losses and norms that are not finite; '' if there are none.
   """
@@ -32,6 +35,7 @@ class Signals(dict[str, Any]):
 HOLDS: dict[str, Callable[[Signals], bool]] = {
   'nonfinite': lambda s: bool(s['nonfinite']),
   'failed': lambda s: s['failed_groups'] > 0,
+  'lost': lambda s: s['episodes/failed'] > 0,
   # The mean log-prob of a token doubles as well, since the answers keep their lengths. In a healthy run it falls by a
   # tenth or so. With a reward, the answers are samples, which may grow.
   'chosen': lambda s: not s['has_reward'] and s['logps/chosen'] < 2 * min(s['start/logps/chosen'], -1),
@@ -43,7 +47,14 @@ HOLDS: dict[str, Callable[[Signals], bool]] = {
   'ungraded': lambda s: (
     s['has_reward'] and math.isnan(s['reward']) and s['empty_updates'] > 0 and not s['failed_groups'] > 0
   ),
-  'empty': lambda s: s['empty_updates'] > 0,
+  'unrewarded': lambda s: (
+    not (s['failed_groups'] > 0 or s['episodes/failed'] > 0) and s['masked_samples'] > 0.1 * s['completions']
+  ),
+  # The row of a step has a learning rate if one of its updates trained a token.
+  'empty': lambda s: s['empty_updates'] > 0 and {'lr', 'critic/lr'}.isdisjoint(s),
+  'collapsed': lambda s: s['recent_reward'] < 0.1 * s['best_reward'],
+  # In the first step of a run, the policy is its reference, unless that is another model. KTO's is of a sequence.
+  'kl': lambda s: s['has_reward'] and s['kl'] > 1 and s['first_kl'] < 0.1,
   'removed': lambda s: s['weight'] < 0.05,
   'limited': lambda s: s['clip_ratio/region_mean'] > 0.9,
   # The first update of a rollout clips no value, so the mean over a step's updates stays well below 1.
@@ -67,6 +78,9 @@ class Alerts:
     self._streak: dict[tuple[str, str], int] = {}
     self._printed: dict[tuple[str, str], int] = {}  # step
     self._failed: collections.Counter[str] = collections.Counter()
+    self._rewards: dict[str, collections.deque[float]] = {}
+    self._best_reward: dict[str, float] = {}
+    self._first_kl: dict[str, float] = {}
 
   def add(self, stage: str, step: int, kind: str, text: str, every: int = 0) -> bool:
     """Counts a warning; returns whether to print it: the first of its kind and stage, or `every` steps later."""
@@ -92,7 +106,8 @@ class Alerts:
     for kind, warning in self._known.items():
       streak = self._streak.get((stage, kind), 0) + 1 if HOLDS[kind](signals) else 0
       self._streak[stage, kind] = streak
-      if streak >= warning['patience']:
+      is_certain = signals[warning.get('share', '')] == 1
+      if streak >= (CERTAIN if is_certain else warning['patience']):
         text = warning['text'].format_map(signals)
         if self.add(stage, step, kind, text, warning.get('every', 0)):
           new.append(text)
@@ -104,6 +119,10 @@ class Alerts:
       signals[f'start/{key}'] = self._level(stage, key, signals[key] or math.nan)  # 0: the row has no such answers
     self._failed[stage] += signals.get('failed_groups', 0)
     signals['all_failed'] = self._failed[stage]
+    signals['completions'] = signals['completion_tokens'] / (signals['completions/mean_length'] or math.nan)
+    self._add_rewards(stage, signals)
+    if math.isfinite(signals['kl']):
+      signals['first_kl'] = self._first_kl.setdefault(stage, signals['kl'])
     weights = (signals[key] for key in ('importance_weight', 'off_policy_kept', 'vespo/phi'))
     signals['weight'] = min(weights, key=lambda x: (math.isnan(x), x))
     if row.get('sampler_mismatch', 1.0) is None:  # the mean of exp(difference) has overflowed
@@ -113,6 +132,16 @@ class Alerts:
     watched = () if row.get('overflowed_updates') else ('loss', 'grad_norm')
     signals['nonfinite'] = ' and '.join(key for key in nonfinite(row) if key in watched)
     return signals
+
+  def _add_rewards(self, stage: str, signals: Signals) -> None:
+    """Adds `recent_reward` and `best_reward` from the third reward of a stage on."""
+    rewards = self._rewards.setdefault(stage, collections.deque(maxlen=3))
+    best = self._best_reward.get(stage, 0.0)
+    if math.isfinite(signals['reward']):
+      rewards.append(signals['reward'])
+    if len(rewards) == 3:
+      signals['recent_reward'], signals['best_reward'] = sum(rewards) / 3, best
+    self._best_reward[stage] = math.nan if signals['reward'] < 0 else max(best, signals['recent_reward'])
 
   def _level(self, stage: str, key: str, value: float) -> float:
     """Returns the mean over the first rows of a stage; NaN until there are FIRST of them."""
