@@ -143,7 +143,7 @@ class Rollout:
     rewards: {name: [N] float64} that an environment gave, or that were recorded with the rollout; NaN: none.
     turn_rewards: rewards of turns, at the last token of each; `rewards` has their sums, too.
     verdicts: `Experience.verdicts` that were recorded with the rollout.
-    messages: the turns of model and tools, of each sequence.
+    messages, errors: the turns of model and tools of each sequence, and why its episode failed ('': it did not).
     top_ids, top_logprobs: the n most probable tokens at each position.
     demonstration, replayed: whether it is of the data (`rl.expert`; log-probs 0), or an earlier sample (`rl.replay`).
     experts: indices of the experts that the router chose at each position of prompt and completion.
@@ -168,6 +168,7 @@ class Rollout:
   turn_rewards: np.ndarray | None = None  # [N, C] float64
   verdicts: np.ndarray | None = None  # [N] float64
   messages: tuple | None = None  # N lists of dict
+  errors: np.ndarray | None = None  # [N] str
   top_ids: np.ndarray | None = None  # [N, C, n] int32
   top_logprobs: np.ndarray | None = None  # [N, C, n] float32
   allowed: np.ndarray | None = None  # [N, C, k] int32
@@ -272,7 +273,7 @@ class Item:
       tokens that one of them attends to.
     samples: () -> rows for samples/STAGE/STEP.jsonl.
     experience, credit: the graded rollout and the advantages of an on-policy step, for rollouts/.
-    error: the first error of a reward function in the step, '' for none.
+    error: the first error of a reward function or an episode in the step, '' for none.
   """
 
   updates: list[Update]
@@ -300,8 +301,7 @@ class Objective:
     fn: a TokenLoss, whose results `Batch.loss_weights` sums. It sees chunks of rows, so it must not sum over tokens.
     coupled: fn is a BatchLoss instead: for losses of sequences and pairs, which
       cost one more product with the head, and for scalar heads.
-    token_means: metrics of a coupled fn are sums over tokens weighted by
-      `loss_weights`; they are divided by the sum of the weights.
+    token_means: metrics of a coupled fn are sums over tokens weighted by `loss_weights`, divided by the sum of these.
     reads: fields of `Outputs` that fn needs besides `logprobs`.
     learns: those of `reads` that gradients flow through.
     arrays: names in `Batch.arrays` that are filled before the update.

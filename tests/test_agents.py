@@ -90,7 +90,7 @@ def config(folder, **over):
         data=dict(path='generated:arithmetic:max=99,ops=+,size=50,correct=1'),
         train=dict(row_length=0, steps=3),
         optim=dict(lr=1e-2),
-        log=dict(rollouts_every=1),
+        log=dict(rollouts_every=1, samples_every=1),
         rewards=dict(max_failed=0.9),
         tools=dict(workers=3, timeout_s=60.0),
         rollout=dict(prompts=6, group_size=4, max_prompt_length=48, max_new_tokens=80, slots=8),
@@ -147,6 +147,12 @@ def test_recorded_tokens_follow_the_conversation_and_mask_the_template(run):
   rows = metrics.read_rows(run / 'metrics.jsonl')
   assert sum(r['episodes/failed'] for r in rows) == failed
   assert sum(r['episodes/begun_again'] for r in rows) == begun_again
+  samples = [sample for file in run.glob('samples/*/*.jsonl') for sample in metrics.read_growing(file)]
+  lost = [sample for sample in samples if sample['reward'] is None]
+  assert lost and lost == [sample for sample in samples if sample.get('error')]
+  warnings = json.loads((run / 'summary.json').read_text())['warnings']
+  (warning,) = (warning for warning in warnings if warning['kind'] == 'lost')
+  assert any(sample['error'] in warning['text'] for sample in lost)
 
 
 def test_api_keys_of_episodes_are_unique_and_long():

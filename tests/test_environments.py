@@ -611,6 +611,9 @@ def test_lost_episodes_are_masked_and_counted(pool):
   figures = rollout.figures
   assert figures['episodes/failed'] == 4 and figures['episodes/killed'] == 2
   assert figures['tools/malformed'] == 1
+  errors = rollout.errors.tolist()
+  assert [bool(error) for error in errors] == np.isnan(rewards).tolist()
+  assert 'no such game' in errors[3] and 'max_prompt_length' in errors[4]
 
 
 def test_too_many_lost_episodes_stop_the_run(pool):

@@ -128,6 +128,7 @@ class Episodes:
       rewards=rewards,
       turn_rewards=turn_rewards,
       messages=tuple(e.messages for e in episodes),
+      errors=np.array([e.error or '' for e in episodes]),
     )
 
   def _reward(self, episode: Episode) -> float:

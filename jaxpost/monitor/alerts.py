@@ -23,7 +23,7 @@ class Signals(dict[str, Any]):
   start/KEY: mean of a metric over the first rows of the stage. all_failed: failed groups of the stage so far.
   completions: their number. recent_reward: mean of the last three steps. best_reward: the largest such mean before; NaN
   after a negative reward, as the mean of rewards of both signs may be near 0. first_kl: the first `kl` of the stage.
-  error: the first error of the reward in this step.
+  error: the first error of the reward, or of an episode, in this step.
   nonfinite: names of losses and norms that are not finite; '' if there are none.
   """
 
@@ -68,7 +68,7 @@ class Alerts:
   """Warnings of a run, from its train rows.
 
   `warnings` has one entry per kind and stage: {'stage', 'step', 'kind', 'text', 'count'}. They depend on values only,
-  so each repetition of a run has the same warnings, except for the error of a reward, which a resumed run lacks.
+  so each repetition of a run has the same warnings, except for errors, which a resumed run lacks.
   """
 
   def __init__(self) -> None:
@@ -98,7 +98,7 @@ class Alerts:
     """Returns the texts of warnings to print: those that this row causes first, and those that are due again.
 
     Args:
-      error: of a reward in this step; without one (a resumed run has rows only), the text points to the samples.
+      error: of a reward or an episode; without one (a resumed run has rows only), the text points to the samples.
     """
     signals = self._signals(stage, row)
     signals['error'] = error or 'samples/ has the errors'

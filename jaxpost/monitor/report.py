@@ -22,7 +22,7 @@ from jaxpost.monitor.metrics import ROW_KEYS, is_clock_key, read_growing, read_r
 from jaxpost.storage import object_store, seals
 
 _SHARES = (0.05, 0.5, 0.95)  # percentiles of samples
-_TOTALS = ('failed_groups', 'timeouts')  # train metrics whose figure is the sum over the stage
+_TOTALS = ('failed_groups', 'timeouts', 'episodes/failed')  # train metrics whose figure is the sum over the stage
 
 
 def number(x: Any) -> str:

@@ -182,6 +182,7 @@ class PendingRollout:
     names = results[0].components
     sampled = [group for r in self.rounds if not r.from_earlier_step for group in r.results]
     greedy = [group for r in self.rounds if r.greedy for group in r.greedy.results]
+    episode_errors = [] if rollout.errors is None else rollout.errors.tolist()
     return GradedRollout(
       rollout=rollout,
       rewards=rewards.reshape(-1),
@@ -191,7 +192,7 @@ class PendingRollout:
       results=results,
       sampled=sampled if self.selected else None,
       stats=stats_of(sampled + greedy) if grader.pool else {},
-      error=next((group.error for group in sampled + greedy if group.error), ''),
+      error=next(filter(None, [*(group.error for group in sampled + greedy), *episode_errors]), ''),
       tokenizer=grader.tokenizer,
     )
 
@@ -219,7 +220,7 @@ class GradedRollout:
     components: {name: (weight in the sum, [N] values)} of each reward.
     results: rewards of each group, one by one.
     sampled: results of all groups that dynamic sampling chose from; None: it is off.
-    stats, error: counts and the first error of all graded answers, greedy ones included.
+    stats, error: counts and the first error of all graded answers, greedy ones included, and of episodes.
   """
 
   rollout: Rollout

@@ -174,8 +174,8 @@ def sample_rows(
       'completion': _text(group.completions[i]),
       'reward': float(rewards[n]) if np.isfinite(rewards[n]) else None,
     }
-    if result.error:
-      row['error'] = result.error
+    if error := result.error or (rollout.errors is not None and rollout.errors[n]):
+      row['error'] = str(error)
     for name in ('demonstration', 'replayed'):
       if vars(rollout)[name] is not None and vars(rollout)[name][n]:
         row[name] = True
