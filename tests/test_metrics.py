@@ -404,7 +404,8 @@ def test_chosen_answers_that_become_less_likely_raise_one_alert():
 
 
 def test_a_first_step_without_a_reward_warns_at_once(tmp_path):
-  row = HEALTHY | {'loss': 0.0, 'reward': math.nan, 'empty_updates': 2, 'masked_samples': 16}
+  row = HEALTHY | {'reward': math.nan, 'empty_updates': 2, 'masked_samples': 16}
+  del row['loss']  # a mean over no token
   writer, out = make_writer(tmp_path)
   with writer:
     writer.start_stage('grpo', 20)
@@ -507,6 +508,24 @@ def test_harmless_changes_of_metrics_raise_no_alert():
   longer = HEALTHY | {'completions/mean_length': 20.0}
   assert alerts_of([short] * 8 + [longer] * 20) == {}
   assert alerts_of([{'loss': 1.0}] * 20) == {}
+
+
+def test_a_loss_near_0_is_explained_where_rewards_of_a_group_differ(tmp_path):
+  def prints_the_note(row):
+    writer, out = make_writer(tmp_path)
+    with writer:
+      writer.start_stage('rl', 2)
+      writer.write(1, 'train', row)
+    return 'note: a loss near 0 is expected' in out.getvalue()
+
+  row = HEALTHY | {'loss': 0.001}
+  del row['critic/vf_clipfrac']
+  assert prints_the_note(row)
+  assert not prints_the_note(row | {'frac_reward_zero_std': 1.0})
+  assert not prints_the_note(row | {'frac_reward_zero_std': math.nan})
+  assert not prints_the_note(row | {'critic/loss': 0.1})  # PPO's advantages are not relative to a group
+  assert not prints_the_note({'loss': 0.001})
+  assert not prints_the_note(HEALTHY)
 
 
 def test_warnings_printed_once_and_kept_by_a_resume(tmp_path):

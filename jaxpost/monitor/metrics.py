@@ -329,7 +329,8 @@ class MetricsWriter(contextlib.AbstractContextManager):
       return
     for text in self.alerts.check(self._stage, step, values, error):
       self._board.warn(step, text)
-    if 'frac_reward_zero_std' in values and not values.get('empty_updates') and abs(values.get('loss', 1)) < 0.01:
+    is_relative = values.get('frac_reward_zero_std', 1) < 1 and 'critic/loss' not in values
+    if is_relative and abs(values.get('loss', 1)) < 0.01:
       self.note('a loss near 0 is expected, as advantages of a group sum to 0: watch reward and kl')
 
   def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
