@@ -27,6 +27,7 @@ import numpy as np
 import pytest
 import test_lora
 import tiny
+import tokenizers
 
 from jaxpost.data import tokenizer
 from jaxpost.environments import http_connections, openai_format, openai_server, openai_stream, turns
@@ -317,11 +318,12 @@ def test_stream_with_log_probs_is_one_event(server):
 
 
 class Paced:
-  """An engine that draws one token for each release of `may_draw`, and completes a request after three."""
+  """An engine that draws one of `ids` for each release of `may_draw`, and then completes a request."""
 
   config = SamplerConfig(1, 8, 8, ())
 
-  def __init__(self):
+  def __init__(self, ids=(97, 98, 99)):
+    self.ids = np.array(ids, np.int32)
     self.may_draw = threading.Semaphore(0)
 
   def check(self, request):
@@ -330,13 +332,14 @@ class Paced:
   def serve(self, *args, next_requests, on_tokens, **kwargs):
     while requests := next_requests([], True):
       (request,) = requests
-      ids = np.arange(97, 100, dtype=np.int32)
-      for place in range(3):
+      ids = self.ids
+      for place in range(len(ids)):
         self.may_draw.acquire()
         if request.is_cancelled():
           break
         on_tokens(request, ids[place : place + 1])
-      next_requests([Completion(request, ids, *np.zeros([2, 3], np.float32), finished=False, versions=ids)], False)
+      zeros = np.zeros([2, len(ids)], np.float32)
+      next_requests([Completion(request, ids, *zeros, finished=False, versions=ids)], False)
     return {}
 
 
@@ -365,6 +368,61 @@ def test_parts_are_sent_as_soon_as_they_are_drawn(paced):
     (last,) = events(reply.read().decode())[-1:]
   assert last['choices'][0]['finish_reason'] == 'length' and last['choices'][0]['token_ids'] == [97, 98, 99]
   assert endpoint.counts == dict(answered=1, refused=0, cancelled=0)
+
+
+@pytest.fixture(scope='module')
+def sentencepiece(tmp_path_factory):
+  """A tokenizer whose decoder drops the space before the first word, as Llama's does."""
+  pieces = ['<unk>', '</s>', *(f'<0x{i:02X}>' for i in range(256)), *('▁Once', '▁upon', '▁a', '▁there', 'fore', '▁')]
+  model = tokenizers.models.Unigram([(piece, 0.0) for piece in pieces], unk_id=0, byte_fallback=True)
+  made = tokenizers.Tokenizer(model)
+  made.normalizer = tokenizers.normalizers.Sequence(
+    [tokenizers.normalizers.Prepend('▁'), tokenizers.normalizers.Replace(' ', '▁')]
+  )
+  decoders = tokenizers.decoders
+  made.decoder = decoders.Sequence(
+    [decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(' ', 1, 0)]
+  )
+  made.add_special_tokens(['<unk>', '</s>'])
+  folder = tmp_path_factory.mktemp('sentencepiece')
+  made.save(str(folder / 'tokenizer.json'))
+  (folder / 'tokenizer_config.json').write_text('{"eos_token": "</s>", "unk_token": "<unk>"}')
+  return tokenizer.load(folder)
+
+
+@contextlib.contextmanager
+def drawing(words, loaded, scorer=None):
+  """(endpoint,) of a server whose engine draws the tokens of `words`, all at once."""
+  engine = Paced([loaded.hf.get_vocab()[word] for word in words])
+  endpoint = Endpoint(engine, loaded, name='nano', scorers={'nano': scorer} if scorer else {})
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    served = pool.submit(endpoint.serve, None)
+    engine.may_draw.release(99)
+    yield (endpoint,)
+    endpoint.stop()
+    served.result(60)
+
+
+def test_text_continues_a_prompt_with_the_space_of_its_first_word(sentencepiece):
+  """In text, streamed parts and tokens, with and without the prompt; special tokens are left out of text only."""
+
+  def chunks(examples):
+    size = [(len(e.tokens), 2) for e in examples]
+    yield [scoring.TextScore(np.zeros(n), np.zeros((n, k), np.int32), np.zeros((n, k))) for n, k in size]
+
+  body = dict(prompt='Once upon', max_tokens=5, logprobs=0)
+  with drawing(
+    ['▁there', 'fore', '<unk>', '▁a', '<0xC3>', '<0xA9>'], sentencepiece, types.SimpleNamespace(top=2, chunks=chunks)
+  ) as server:
+    choice = ask(server, 'completions', **body)['choices'][0]
+    echoed = ask(server, 'completions', **body, echo=True)['choices'][0]
+    streamed = events(post(server[0].url, 'completions', prompt='Once upon', stream=True)[1])
+  assert choice['text'] == ' therefore a\u00e9' == joined(streamed, 0, False) and len(streamed) > 3
+  assert echoed['text'] == 'Once upon' + choice['text']
+  assert choice['logprobs']['tokens'] == [' there', 'fore', '<unk>', ' a', '\ufffd', '\ufffd']
+  assert choice['logprobs']['text_offset'] == [0, 6, 10, 15, 17, 17]
+  assert echoed['logprobs']['tokens'] == ['Once', ' upon', *choice['logprobs']['tokens']]
+  assert echoed['logprobs']['text_offset'] == [0, 4, *(9 + x for x in choice['logprobs']['text_offset'])]
 
 
 @pytest.mark.parametrize('ends', ['client', 'server'])

@@ -6,9 +6,11 @@ The HTTP server that uses it is openai_server.py.
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import time
 import uuid
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,6 +62,11 @@ class Translator:
     self._tokenizer = tokenizer
     self._room = room
     self._max_characters = room * tokenizer.longest_token  # of a prompt; 16 MB take a minute to tokenize
+
+  @functools.cached_property
+  def before(self) -> list[int]:
+    """Token ids that are decoded before those of a completion: some tokenizers drop a space where text begins."""
+    return self._tokenizer.encode('a')
 
   def chat_prompt(self, body: dict) -> np.ndarray:
     """Returns the token ids of the messages of a chat; InputError if they are malformed."""
@@ -144,18 +151,23 @@ class Translator:
     return entries
 
   def _logprob_entry(self, token: int, logprob: float) -> dict:
-    return dict(token=self._piece(token), logprob=float(logprob), bytes=None)
+    return dict(token=self._piece(token, self.before), logprob=float(logprob), bytes=None)
 
   def text_choice(self, index: int, completion: Completion, body: dict) -> dict:
     """Returns an entry of `choices` of a completion."""
     logprobs = None
     if body.get('logprobs') is not None:
       logprobs = self._text_logprobs(
-        completion.tokens, completion.logprobs, completion.top_ids, completion.top_logprobs, self._top_count(body)
+        completion.tokens,
+        completion.logprobs,
+        completion.top_ids,
+        completion.top_logprobs,
+        self._top_count(body),
+        self.before,
       )
     return dict(
       index=index,
-      text=self.decode(completion),
+      text=self.decode(completion, before=self.before),
       logprobs=logprobs,
       finish_reason=_finish_reason(completion),
       token_ids=completion.tokens.tolist(),
@@ -173,22 +185,24 @@ class Translator:
     if score is None:
       return out
     count, drawn = self._top_count(body), choice['logprobs']
-    before = self._text_logprobs(ids, score.logprobs, score.top_ids, score.top_logprobs, count)
-    before['token_logprobs'][0] = None  # nothing predicts the first token
+    prompt = self._text_logprobs(ids, score.logprobs, score.top_ids, score.top_logprobs, count, before=[])
+    prompt['token_logprobs'][0] = None  # nothing predicts the first token
     if count:
-      before['top_logprobs'][0] = None
+      prompt['top_logprobs'][0] = None
     drawn['text_offset'] = [len(text) + offset for offset in drawn['text_offset']]
-    out['logprobs'] = {name: x and x + drawn[name] for name, x in before.items()}
+    out['logprobs'] = {name: x and x + drawn[name] for name, x in prompt.items()}
     return out
 
-  def _text_logprobs(self, ids: np.ndarray, logprobs: np.ndarray, top_ids: Any, top_logprobs: Any, count: int) -> dict:
+  def _text_logprobs(
+    self, ids: np.ndarray, logprobs: np.ndarray, top_ids: Any, top_logprobs: Any, count: int, before: Sequence[int]
+  ) -> dict:
     """Returns the log-probs of tokens as completions have them, with `count` of the most probable tokens each."""
     top = None
     if count and top_ids is not None:  # an agent of a run may ask, but its sampler reports none
       top = [self._by_text(*x, count) for x in zip(ids, logprobs, top_ids, top_logprobs)]
     return dict(
-      tokens=[self._piece(i) for i in ids],
-      text_offset=_starts(self._tokenizer, ids),
+      tokens=[self._piece(i, self.before if n else before) for n, i in enumerate(ids)],
+      text_offset=_starts(self._tokenizer, before, ids),
       token_logprobs=[float(x) for x in logprobs],
       top_logprobs=top,
     )
@@ -200,13 +214,13 @@ class Translator:
     """
     out: dict[str, float] = {}
     for i, x in zip(top_ids[:count], top_logprobs[:count]):
-      out.setdefault(self._piece(i), float(logprob if i == token else x))
+      out.setdefault(self._piece(i, self.before), float(logprob if i == token else x))
     return out
 
-  def decode(self, completion: Completion, skip_special: bool = True) -> str:
-    """Returns the text of a completion, without the stop string or token that ended it."""
+  def decode(self, completion: Completion, skip_special: bool = True, before: Sequence[int] = ()) -> str:
+    """Returns the text that a completion adds to `before`, without the stop string or token that ended it."""
     ids, stop = completion.tokens, completion.stop_string
-    text = self._tokenizer.decode(ids[:-1] if completion.finished and not stop else ids, skip_special)
+    text = self._added(before, ids[:-1] if completion.finished and not stop else ids, skip_special)
     return text[: text.index(stop)] if stop and stop in text else text
 
   def _without_special(self, text: str) -> str:
@@ -214,8 +228,13 @@ class Translator:
       text = text.replace(token.content, '') if token.special else text
     return text
 
-  def _piece(self, token: int) -> str:
-    return self._tokenizer.decode([token], skip_special=False)
+  def _piece(self, token: int, before: Sequence[int]) -> str:
+    return self._added(before, [token], skip_special=False)
+
+  def _added(self, before: Sequence[int], ids: Iterable[int], skip_special: bool) -> str:
+    """Returns the text that token ids add to that of the ids before them."""
+    text = self._tokenizer.decode([*before, *ids], skip_special)
+    return text[len(self._tokenizer.decode(before, skip_special)) :]
 
 
 def check_supported(body: dict, is_chat: bool, scorer: Any) -> None:
@@ -268,11 +287,12 @@ def record_entry(api_key: str, model: str, completion: Completion, finish_reason
   )
 
 
-def _starts(tokenizer: Tokenizer, ids: np.ndarray) -> list[int]:
-  """Returns the offset of each token in the text of all; tokens that are bytes of one character share its offset."""
+def _starts(tokenizer: Tokenizer, before: Sequence[int], ids: Iterable[int]) -> list[int]:
+  """Returns the offset of each token in the text that all add to `before`; bytes of one character share its offset."""
   offsets, position = [], 0
-  first = fresh = 0  # tokens [first, fresh) are counted in `position`, and give context to those from `fresh` on
-  for end in range(1, len(ids) + 1):
+  ids = [*before, *ids]
+  first, fresh = 0, len(before)  # tokens [first, fresh) are counted, and give context to those from `fresh` on
+  for end in range(fresh + 1, len(ids) + 1):
     offsets.append(position)
     counted = tokenizer.decode(ids[first:fresh], skip_special=False)
     text = tokenizer.decode(ids[first:end], skip_special=False)

@@ -244,7 +244,9 @@ class Endpoint:
     if body.get('stream'):
       # Text is sent while it is drawn; other answers, and those to agents of a run, when they are complete.
       at_end = session or echo or body.get('tools') or body.get('logprobs') not in (None, False)
-      texts = () if at_end else [TextStream(self._tokenizer.decode, r.sampling['stop_strings']) for r in requests]
+      stops = [] if at_end else [request.sampling['stop_strings'] for request in requests]
+      before = [] if call.path == _CHAT else self._translator.before
+      texts = [TextStream(self._tokenizer.decode, strings, before) for strings in stops]
       stream = EventStream(call.path == _CHAT, name, texts)
     return _Job(
       call.path,

@@ -20,15 +20,18 @@ class TextStream:
   Args:
     decode: token ids -> text.
     stops: stop strings; the text ends before the first of them.
+    before: token ids before those that are added.
   """
 
-  def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
+  def __init__(
+    self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = (), before: Sequence[int] = ()
+  ) -> None:
     self._decode = decode
     self._stops = stops
     self._text = ''  # the text so far, without bytes at its end that may begin a character
     self._sent = 0  # number of characters of `_text` that were returned
     self._whole = ''  # the text up to the last token that ended with a whole character
-    self._before: list[int] = []  # last tokens of `_whole`: some tokenizers drop a space at the start of decoded text
+    self._before = [*before]  # last tokens of `_whole`: some tokenizers drop a space at the start of decoded text
     self._open: list[int] = []  # tokens after `_whole`
 
   def add(self, tokens: np.ndarray) -> str:
@@ -38,7 +41,7 @@ class TextStream:
     text = self._decode(self._before + self._open)[len(before) :]
     characters = text.rstrip('\ufffd')  # which may stand for the first bytes of a character
     self._text = self._whole + characters
-    if characters == text:
+    if text and characters == text:
       self._whole, self._before, self._open = self._text, self._open, []
     certain = self._text[self._sent : self._certain()]
     self._sent += len(certain)
