@@ -2,14 +2,15 @@
 
   python -m launch.evaluate --model=FOLDER --data=test.jsonl --reward=gsm8k \\
     --n=8 --out=runs/scores
-  python -m launch.evaluate --run=runs/quickstart --stage=sft --samples=16
+  python -m launch.evaluate --run=runs/quickstart --stage=sft --n=16
   python -m launch.evaluate --model=FOLDER --config=configs/quickstart.py
   python -m launch.evaluate --model=FOLDER --suite=mmlu --data=questions.jsonl
 
 --suite is gsm8k, math500, ifeval, mmlu or choices (docs/sampling.md). With --reward
-(a name, pkg.module:fn or ./file.py:fn), n samples of each prompt are graded. --out keeps
-them; the same command continues after an interruption. Without either, the evaluation of
-the run's config or of --config is computed. Prints JSON.
+(a name, pkg.module:fn or ./file.py:fn), n samples of each prompt are graded; of a --run
+that samples, they are drawn and graded as it evaluates, except for what flags say. --out
+keeps them; the same command continues after an interruption. Without either, the
+evaluation of the run's config or of --config is computed. Prints JSON.
 """
 
 import json
@@ -26,9 +27,6 @@ _WEIGHTS = model_flags.define()
 _CONFIG = config_flag.define_config()
 _DATA = flags.DEFINE_string('data', '', 'Data to evaluate on; default: config.eval.data.path.')
 _SIZE = flags.DEFINE_integer('size', None, 'Rows to evaluate at most; default: config.eval.size.', lower_bound=1)
-_SAMPLES = flags.DEFINE_integer(
-  'samples', None, 'Completions per prompt, without --reward; default: as in the config.', lower_bound=0
-)
 _MESH = flags.DEFINE_string('mesh', 'data=-1', 'Device mesh, written as config.mesh.rollout.')
 _SUITE = flags.DEFINE_string('suite', '', 'gsm8k, math500, ifeval, mmlu or choices: graded as usual; needs --data.')
 _REWARD = flags.DEFINE_string('reward', '', 'Reward function, as config.reward; needs --data.')
@@ -37,9 +35,16 @@ _COLUMNS = flags.DEFINE_string('columns', '', 'Columns to rename, as config.data
 _MAP = flags.DEFINE_string('map', '', 'Function applied to each row, as config.data.map; with --reward.')
 _PASS = flags.DEFINE_float('pass_reward', 1.0, 'Value of --correct_by from which a sample counts as passed.')
 _CORRECT = flags.DEFINE_string('correct_by', '', 'Name of the reward that decides what is correct; default: the first.')
-_SAMPLING = sampling_flags.define(max_new_tokens=512)  # with --reward
-_ONLY_WITH_REWARD = ('columns', 'map', 'pass_reward', 'correct_by')
-_ONLY_WITH_SAMPLES = ('out', *_SAMPLING._fields)
+_REWARD_WEIGHTS = flags.DEFINE_list(
+  'reward_weights', [], 'Weight of each reward in the figure `reward`; default: those of the run, or 1 each.'
+)
+_N = flags.DEFINE_integer(
+  'n', None, 'Completions per prompt; default: as in the config; with --model and --reward: 1.', lower_bound=0
+)
+flags.DEFINE_alias('samples', 'n')
+_SAMPLING = sampling_flags.define(max_new_tokens=512, several=False)._replace(n=_N)  # with --reward
+_ONLY_WITH_REWARD = ('columns', 'map', 'pass_reward', 'correct_by', 'reward_weights')
+_ONLY_WITH_SAMPLES = ('out', *(name for name in _SAMPLING._fields if name != 'n'))
 
 
 def main(argv):
@@ -53,7 +58,9 @@ def main(argv):
     flag = 'suite' if _SUITE.value else 'reward'
     if not _DATA.value:
       raise InputError(f'--{flag} needs --data=FILE, whose prompts it grades')
-    exits.refuse(('config', 'samples'), f'with --{flag}')
+    exits.refuse(('config',), f'with --{flag}')
+    if _N.value == 0:
+      raise InputError(f'--n: 0 completions leave nothing to grade with --{flag}; give at least 1')
     if _SUITE.value:
       exits.refuse(('reward', *_ONLY_WITH_REWARD), 'with --suite')
     metrics = grading.measure(_WEIGHTS, _SAMPLING)
@@ -64,7 +71,7 @@ def main(argv):
     with model_flags.starting():
       from jaxpost.tools import inference
 
-    options = dict(config=_CONFIG.value, mesh=_MESH.value, data=_DATA.value, size=_SIZE.value, samples=_SAMPLES.value)
+    options = dict(config=_CONFIG.value, mesh=_MESH.value, data=_DATA.value, size=_SIZE.value, samples=_N.value)
     metrics = inference.evaluate_as(**_WEIGHTS.arguments(), **options)
   print(json.dumps(metrics))
 

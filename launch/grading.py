@@ -6,6 +6,8 @@ from typing import Any
 
 from absl import flags
 
+from jaxpost.errors import InputError
+
 from . import exits, model_flags, sampling_flags
 
 
@@ -30,6 +32,18 @@ def measure(model: model_flags.ModelFlags, sampling: sampling_flags.SamplingFlag
       f'{values.data}: its prompts are plain text and are continued as they are, as in training; for messages in the'
       ' chat template, --map=jaxpost.data.maps:as_chat'
     )
-  grading = dict(pass_reward=values.pass_reward, correct_by=values.correct_by)
-  figures = score_dataset.measure(weights, rows, values.reward, values.out, draws, **grading, **options)
+  grading = score_dataset.Grading(values.pass_reward, values.correct_by, _numbers(values.reward_weights))
+  if model.run.value:
+    given = {name for name in (*sampling._fields, *grading._fields) if values[name].present}
+    draws, grading = score_dataset.as_in_run(weights.inputs, values.reward, draws, grading, given)
+    inference.to_stderr(f'--run: evaluates as the run does, except for what flags say: {score_dataset.described(draws, grading)}')
+  figures = score_dataset.measure(weights, rows, values.reward, values.out, draws, **grading._asdict(), **options)
   return dict(**origin, data=values.data, graded_by=values.reward, **figures)
+
+
+def _numbers(words: list[str]) -> tuple[float, ...]:
+  """Returns the numbers of --reward_weights, in brackets or not."""
+  try:
+    return tuple(float(word.strip(' ()[]')) for word in words)
+  except ValueError:
+    raise InputError(f'--reward_weights: {",".join(words)} is not a list of numbers, such as 1.0,0.5') from None

@@ -20,7 +20,8 @@ class SamplingFlags(NamedTuple):
 
   def arguments(self) -> dict[str, Any]:
     """Returns the arguments of `completions.Draws`."""
-    return {name: flag.value for name, flag in self._asdict().items() if flag is not None}
+    values = {name: flag.value for name, flag in self._asdict().items() if flag is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def define(max_new_tokens: int, several: bool = True) -> SamplingFlags:

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -24,6 +25,9 @@ from absl import app, flags
 from jaxpost import stages
 from jaxpost.errors import InputError
 from jaxpost.formats import hf, hf_export
+from jaxpost.stage import algorithms
+from jaxpost.stage import config as config_lib
+from jaxpost.tools import completions, score_dataset
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CLONE))  # a plain `pytest` does not put the clone on the path
@@ -384,6 +388,50 @@ def test_evaluate_accepts_other_data_and_a_model_folder(run, call, tmp_path):
   of_folder = json.loads(out)
   assert of_folder['loss'] != of_run['loss']
   assert of_folder['loss'] == pytest.approx(of_run['loss'], rel=0.2)
+
+
+def test_evaluate_with_a_reward_samples_as_the_run_does_unless_flags_say_else(run, call, tmp_path):
+  """The run has 4 tokens a completion and 2 samples; --n and --samples are one flag."""
+  data = tmp_path / 'data.jsonl'
+  data.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3)
+  args = f'--run={run}', f'--data={data}', '--reward=exact_match'
+  code, out, err = call('evaluate', *args)
+  assert code == 0, err
+  assert 'n=2, seed=0, max_new_tokens=4, temperature=1.0' in err
+  figures = json.loads(out)
+  assert {'pass@2', 'maj@2'} <= set(figures) and figures['completions/mean_length'] <= 4
+  code, out, err = call('evaluate', *args, '--samples=1', '--max_new_tokens=2', '--temperature=0')
+  assert code == 0 and 'n=1, seed=0, max_new_tokens=2, temperature=0.0' in err
+  assert 'pass@2' not in out and json.loads(out)['completions/mean_length'] <= 2
+  assert_refused(call('evaluate', *args, '--n=0'), 2, '--n: 0 completions')
+  assert_refused(call('evaluate', *args, '--reward_weights=x'), 2, '--reward_weights: x is not a list of numbers')
+  assert_refused(call('evaluate', *args, '--reward_weights=(1,2)'), 2, 'reward_weights: 2 weights for 1 rewards')
+
+
+def test_evaluate_takes_the_weights_of_the_run_where_the_rewards_are_its_own():
+  (config,) = config_lib.parse(
+    dict(
+      algorithm='grpo',
+      reward='exact_match,overlong?max=9',
+      reward_weights=(1.0, 0.5),
+      rl=dict(correct_by='overlong'),
+      rollout=dict(max_new_tokens=9, top_p=0.9, stop_strings=('x',)),
+      eval=dict(temperature=0.0, pass_reward=2.0),
+    )
+  ).values()
+  inputs = types.SimpleNamespace(config=config, algorithm=algorithms.load_algorithm('grpo'))
+
+  def as_in_run(rewards, *given):
+    draws = completions.Draws(max_new_tokens=512, n=8)
+    return score_dataset.as_in_run(inputs, rewards, draws, score_dataset.Grading(), given)
+
+  draws, grading = as_in_run('overlong?max=9, exact_match')
+  assert draws == completions.Draws(1, 0, 9, 0.0, top_p=0.9, stop_strings=('x',))
+  assert grading == score_dataset.Grading(2.0, 'overlong', (0.5, 1.0))
+  draws, grading = as_in_run('exact_match', 'n', 'max_new_tokens', 'pass_reward')
+  assert (draws.n, draws.max_new_tokens, draws.temperature) == (8, 512, 0.0)
+  assert grading == score_dataset.Grading(1.0, '', (1.0,))
+  assert as_in_run('gsm8k', 'pass_reward')[1] == score_dataset.Grading()
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
 
 _TOGETHER = 256  # sequences between two writes to the file
+_LATER = ('min_p', 'min_new_tokens', 'stop_strings')  # fields of `Draws` that files of earlier versions lack
 _HINT = 'completions are written with the columns of their prompts: make it text, numbers, lists or dicts, or drop it'
 
 
@@ -63,7 +64,7 @@ def complete_file(
   content = seals.fingerprint(weight_sources.identity(policy, None, 0, here=False))
   identity = dict(
     weights=[source, weights.inputs.name, str(policy.folder or policy.checkpoints or ''), weights.step, content],
-    draws=dataclasses.asdict(draws),
+    draws={k: v for k, v in dataclasses.asdict(draws).items() if v or k not in _LATER},
     prompts=seals.fingerprint([[p.tokens.tolist(), p.columns] for p in prompts]),
   )
   finished = _keep_finished_rows(out, identity, batch_prompts, len(prompts))

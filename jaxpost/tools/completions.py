@@ -150,8 +150,8 @@ def check_ids(ids: Any, tokenizer: Tokenizer, where: str) -> np.ndarray:
 class Draws:
   """Sampling settings of completions.
 
-  temperature: 0 is greedy. top_k, top_p: 0 and 1 are off. top_logprobs: number
-  of most probable tokens reported at each position.
+  temperature: 0 is greedy. top_k, top_p, min_p: 0, 1 and 0 are off. min_new_tokens, stop_strings: as in
+  config.rollout. top_logprobs: number of most probable tokens reported at each position.
   """
 
   n: int = 1
@@ -161,6 +161,9 @@ class Draws:
   top_k: int = 0
   top_p: float = 1.0
   top_logprobs: int = 0
+  min_p: float = 0.0
+  min_new_tokens: int = 0
+  stop_strings: tuple[str, ...] = ()
 
 
 def complete(weights: Weights, prompts: Sequence[Prompt], draws: Draws = Draws(), mesh: str = 'data=-1') -> Rollout:
@@ -201,7 +204,15 @@ def draw(engine: NativeEngine, prompts: Sequence[Prompt], draws: Draws) -> Rollo
 
 def sampling_of(draws: Draws) -> dict:
   """Returns the sampling parameters of a request."""
-  return dict(temperature=draws.temperature, top_k=draws.top_k, top_p=draws.top_p, top_logprobs=draws.top_logprobs)
+  return dict(
+    temperature=draws.temperature,
+    top_k=draws.top_k,
+    top_p=draws.top_p,
+    min_p=draws.min_p,
+    min_tokens=draws.min_new_tokens,
+    stop_strings=draws.stop_strings,
+    top_logprobs=draws.top_logprobs,
+  )
 
 
 def make_engine(

@@ -6,13 +6,14 @@ Legend: N prompts, K samples per prompt.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import json
 import pathlib
 import sys
 import tempfile
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -23,15 +24,30 @@ from jaxpost.rewards import builtin, math
 from jaxpost.rewards.groups import Graded, Group
 from jaxpost.rewards.pool import RewardPool
 from jaxpost.rl.reward_metrics import reward_table, verdict_table
+from jaxpost.stage import checks
 from jaxpost.stage.evaluate import pass_metrics
 from jaxpost.storage import object_store
 from jaxpost.tools import completion_files, completions
 from jaxpost.tools.working import working
 
 if TYPE_CHECKING:
+  from jaxpost.stage.records import Inputs
   from jaxpost.tools.completions import Draws
   from jaxpost.tools.inference import Weights
   from jaxpost.types import Prompt
+
+
+class Grading(NamedTuple):
+  """How samples are judged.
+
+  pass_reward: smallest value of `correct_by` with which a sample passes. correct_by: name of the reward that decides
+  what is correct; '': the first. reward_weights: of each reward in the sum; (): 1 each.
+  """
+
+  pass_reward: float = 1.0
+  correct_by: str = ''
+  reward_weights: tuple[float, ...] = ()
+
 
 _TOGETHER = 512  # groups that are graded at the same time
 # Columns of known data sets -> the function that makes prompts from them.
@@ -64,6 +80,7 @@ def measure(
   source: str = '',
   pass_reward: float = 1.0,
   correct_by: str = '',
+  reward_weights: Sequence[float] = (),
   workers: int = 2,
   timeout_s: float = 30.0,
 ) -> dict[str, Any]:
@@ -77,18 +94,17 @@ def measure(
     draws: how to sample; draws.n is K.
     mesh: as config.mesh.rollout.
     source: name of the weights.
-    pass_reward: smallest value of `correct_by` with which a sample passes.
-    correct_by: name of the reward that decides what is correct; '': the first.
+    pass_reward, correct_by, reward_weights: as in `Grading`.
     workers: processes that run the reward functions.
     timeout_s: seconds for a group of samples.
 
   Returns:
     pass@k and maj@k by `correct_by`, pass@k/NAME by each reward, and 'frac_reward_differs', the share of prompts whose
-    K samples differ in the sum of rewards: group-relative methods learn from these prompts only.
+    K samples differ in the weighted sum of rewards: group-relative methods learn from these prompts only.
   """
   prompts = completions.prompts_of(weights, rows)
-  specs = tuple(spec.strip() for spec in rewards.split(',') if spec.strip())
-  with tempfile.TemporaryDirectory() as scratch, RewardPool(specs, workers=workers, timeout_s=timeout_s) as pool:
+  pool = RewardPool(names_of(rewards), weights=reward_weights, workers=workers, timeout_s=timeout_s)
+  with tempfile.TemporaryDirectory() as scratch, pool:
     folder = pathlib.Path(out or scratch)
     correct_by = builtin.pick(pool.names, correct_by, '--correct_by')
     names = [k for k in prompts[0].columns if k != 'prompt']
@@ -104,6 +120,46 @@ def measure(
     lines = [json.dumps(dict(rewards=g.rewards, components=g.components, error=g.error)) + '\n' for g in graded]
     object_store.write_text(folder / 'graded.jsonl', ''.join(lines))
   return summary(rows_done, graded, weights.inputs.tokenizer.stop_ids, pass_reward, correct_by)
+
+
+def names_of(rewards: str) -> tuple[str, ...]:
+  """Returns the rewards that --reward lists."""
+  return tuple(spec.strip() for spec in rewards.split(',') if spec.strip())
+
+
+def as_in_run(
+  inputs: Inputs, rewards: str, draws: Draws, grading: Grading, given: Collection[str]
+) -> tuple[Draws, Grading]:
+  """Returns how a stage of a run samples and grades its evaluation, except for the fields that are `given`.
+
+  A stage that does not sample has no values for samples. Weights and `correct_by` are those of the run only if all
+  `rewards` are among its own.
+  """
+  config = inputs.config
+  rollout, weight_of = config.rollout, dict(zip(config.rewards_tuple(), config.reward_weights))
+  of_draws: dict[str, Any] = {}
+  of_grading: dict[str, Any] = {}
+  if checks.samples(config, inputs.algorithm):
+    fields = ('max_new_tokens', 'top_k', 'top_p', 'min_p', 'min_new_tokens', 'stop_strings')
+    of_draws = {name: getattr(rollout, name) for name in fields} | {'temperature': config.eval.temperature}
+    of_draws['n'] = config.eval.samples or 1
+    of_grading['pass_reward'] = config.eval.pass_reward
+  names = names_of(rewards)
+  if {*names} <= {*config.rewards_tuple()}:
+    of_grading['reward_weights'] = tuple(weight_of[name] for name in names) if weight_of else ()
+    if config.rl.correct_by in builtin.short_names(names):
+      of_grading['correct_by'] = config.rl.correct_by
+
+  def left_open(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in given}
+
+  return dataclasses.replace(draws, **left_open(of_draws)), grading._replace(**left_open(of_grading))
+
+
+def described(draws: Draws, grading: Grading) -> str:
+  """Returns the values that are not off, as NAME=VALUE with commas."""
+  values = dataclasses.asdict(draws) | grading._asdict()
+  return ', '.join(f'{k}={v}' for k, v in values.items() if v or k in ('seed', 'temperature', 'pass_reward'))
 
 
 def _group(prompt: Prompt, row: dict) -> Group:
