@@ -420,6 +420,47 @@ def test_multi_token_prediction_weight_needs_its_switch():
     assert 'nll' not in convert.convert('verl', case, algorithm)[0]
 
 
+@pytest.mark.parametrize(
+  'given, reward, unmapped',
+  [
+    ({}, 'verl:./r.py:compute_score', ''),
+    ({'custom_reward_function.name': 'score'}, 'verl:./r.py:score', ''),
+    (
+      {'reward_model.overlong_buffer.enable': True, 'reward_model.overlong_buffer.len': 128},
+      'verl:./r.py:compute_score,overlong?max=512&buffer=128',
+      '',
+    ),
+    (
+      {
+        'reward.reward_kwargs.overlong_buffer_cfg.enable': True,
+        'reward.reward_kwargs.overlong_buffer_cfg.len': 99,
+        'reward.reward_kwargs.overlong_buffer_cfg.penalty_factor': 0.5,
+        'reward.reward_kwargs.max_resp_len': 200,
+      },
+      'verl:./r.py:compute_score,overlong?max=200&buffer=99&factor=0.5',
+      'reward.reward_kwargs.max_resp_len',
+    ),
+    (
+      {'reward_model.overlong_buffer.enable': True},  # without its size
+      'verl:./r.py:compute_score',
+      'reward_model.overlong_buffer.enable',
+    ),
+    ({'custom_reward_function.path': '$FILE'}, None, 'custom_reward_function.path'),
+  ],
+)
+def test_reward_function_and_penalty_of_verl_become_one_reward(given, reward, unmapped):
+  source = {
+    'algorithm.adv_estimator': 'grpo',
+    'custom_reward_function.path': './r.py',
+    'data.max_response_length': 512,
+    **given,
+  }
+  config, settings = convert.convert('verl', source)
+  assert config.get('reward') == reward
+  assert ' '.join(s.name for s in settings if not s.fields) == unmapped
+  assert 'reward' not in convert.convert('verl', source, 'sft')[0]
+
+
 def test_settings_of_critic_and_evaluation_do_not_set_policy_fields():
   source = {
     'algorithm.adv_estimator': 'gae',
@@ -662,6 +703,17 @@ TUNIX_ROLLOUTS = {'rollout.max_prompt_length': 64, 'rollout.temperature': 0.9, '
       {'rl.kl_coef': 0.01, 'rl.kl_estimator': 'k1', 'rl.kl_target': 0.1},
     ),
     ('verl', {'actor.use_kl_loss': False}, {'rl.kl_coef': 0.0}),
+    (
+      'verl',
+      {'data.val_files': 'a.parquet', 'trainer.test_freq': 5},
+      {'eval.samples': 1, 'eval.temperature': 0.0, 'eval.size': 8192, 'eval.every': 5},
+    ),
+    (
+      'verl',
+      {'data.val_files': 'a.parquet', 'val_kwargs.n': 4, 'val_kwargs.temperature': 0.6, 'data.val_max_samples': 64},
+      {'eval.samples': 4, 'eval.temperature': 0.6, 'eval.size': 64},
+    ),
+    ('verl', {'actor.optim.lr': 1e-6}, {'eval.samples': 0, 'eval.size': 256}),
     (
       'verl',
       {'actor.policy_loss.loss_mode': 'kl_cov'},

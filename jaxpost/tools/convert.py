@@ -19,7 +19,7 @@ import yaml
 from jaxpost.errors import InputError
 from jaxpost.stage import algorithms, field_names
 from jaxpost.stage import config as config_lib
-from jaxpost.tools import converted_names, converted_sizes, converted_value, shell_options
+from jaxpost.tools import converted_names, converted_reward, converted_sizes, converted_value, shell_options
 from jaxpost.tools.converted_value import Setting, named, ours, spelled, trackers
 
 _TABLES = {name: table for name, table in converted_value.TABLES.items() if name != 'values'}
@@ -102,6 +102,8 @@ def settings_of(library: str, given: dict[str, Any], method: str) -> list[Settin
     other_method = setting.fields == ('algorithm',) and ours(name, 'algorithm', value) != method
     settings.append(setting.unmapped(f'gives way to the algorithm {method}') if other_method else setting)
   settings = [converted_names.known_here(library, setting, given) for setting in settings]
+  if library == 'verl' and learns_from_rewards(method):
+    settings = converted_reward.joined(settings, given)
   settings = [converted_sizes.computed(setting, given) for setting in _without_epochs(settings)]
   settings = converted_sizes.without_overridden(library, settings, given)
   peak_lr = next((ours(s.name, 'optim.lr', s.value) for s in settings if s.fields == ('optim.lr',)), 0)

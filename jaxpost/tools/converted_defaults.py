@@ -25,8 +25,9 @@ def convert_with_defaults(
   method = algorithm or convert.method_of(library, tables.get('RL', {}) | given)
   if method not in algorithms.ALGORITHMS:
     return *convert.convert(library, given, algorithm), []
-  switched = [name for name in tables if '=' in name and _is_on(name, given)]
-  table_names = ('every', *['RL'] * convert.learns_from_rewards(method), method, *switched)
+  has_rewards = convert.learns_from_rewards(method)
+  switched = [name for name in tables if '=' in name and _is_on(name, given, has_rewards)]
+  table_names = ('every', *['RL'] * has_rewards, method, *switched)
   defaults = {k: v for name in table_names for k, v in tables.get(name, {}).items() if k not in given}
   settings, plain = convert.settings_of(library, defaults | given, method), convert.plain(method)
   set_fields = {field for s in settings if s.name in given for field in s.fields}
@@ -39,7 +40,9 @@ def convert_with_defaults(
   return config, [s for s in kept if s.name in given], [s for s in kept if s.name in defaults and s.fields]
 
 
-def _is_on(switch: str, given: dict[str, Any]) -> bool:
-  """Returns whether a file has the setting NAME=VALUE."""
+def _is_on(switch: str, given: dict[str, Any], has_rewards: bool) -> bool:
+  """Returns whether a file has the setting NAME=VALUE, or for NAME=*@RL any value and a method with rewards."""
   name, _, value = switch.partition('=')
+  if value == '*@RL':
+    return has_rewards and named(given, name) is not None
   return spelled(named(given, name)) == value
