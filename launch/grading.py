@@ -36,7 +36,9 @@ def measure(model: model_flags.ModelFlags, sampling: sampling_flags.SamplingFlag
   if model.run.value:
     given = {name for name in (*sampling._fields, *grading._fields) if values[name].present}
     draws, grading = score_dataset.as_in_run(weights.inputs, values.reward, draws, grading, given)
-    inference.to_stderr(f'--run: evaluates as the run does, except for what flags say: {score_dataset.described(draws, grading)}')
+    inference.to_stderr(
+      f'--run: evaluates as the run does, except for what flags say: {score_dataset.described(draws, grading)}'
+    )
   figures = score_dataset.measure(weights, rows, values.reward, values.out, draws, **grading._asdict(), **options)
   return dict(**origin, data=values.data, graded_by=values.reward, **figures)
 

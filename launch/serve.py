@@ -71,7 +71,7 @@ def main(argv):
   for sign in signal.SIGINT, signal.SIGTERM:
     signal.signal(sign, lambda *_: endpoint.stop())
   print(endpoint.url, flush=True)
-  inference.to_stderr(f'try: {server_files.curl_command(endpoint.url, name, _KEY.value)}')
+  inference.to_stderr(server_files.example(endpoint.url, name, _KEY.value, weights.inputs.tokenizer))
   endpoint.serve(on_policy.run_key(_SEED.value, 3))
   print('requests', ', '.join(f'{outcome}: {count}' for outcome, count in endpoint.counts.items()))
 

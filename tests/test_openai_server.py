@@ -41,7 +41,7 @@ from jaxpost.models import model as model_lib
 from jaxpost.rollout.sampler_config import SamplerConfig
 from jaxpost.rollout.sequence import Completion
 from jaxpost.stage import on_policy
-from jaxpost.tools import completions, inference, scoring
+from jaxpost.tools import completions, inference, scoring, server_files
 from jaxpost.types import Prompt
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
@@ -101,7 +101,7 @@ def test_chat_reply_has_messages_log_probs_usage_and_is_recorded(server, weights
   reply = ask(
     server,
     'chat/completions',
-    model='x',
+    model='',
     messages=HELLO,
     n=2,
     max_tokens=9,
@@ -121,6 +121,11 @@ def test_chat_reply_has_messages_log_probs_usage_and_is_recorded(server, weights
     assert choice['finish_reason'] == ('stop' if ids[-1] in t.stop_ids else 'length')
     assert len(choice['logprobs']['content']) == len(ids)
     assert all(x['logprob'] <= 0 for x in choice['logprobs']['content'])
+    shown = [t.decode([i], skip_special=False) for i in ids]
+    assert [x['token'] for x in choice['logprobs']['content']] == shown
+    is_whole = [text != '\ufffd' for text in shown]  # the text of a part of a character does not show its bytes
+    shown_bytes = [[*text.encode()] if whole else None for text, whole in zip(shown, is_whole)]
+    assert [x['bytes'] for x in choice['logprobs']['content']] == shown_bytes
   assert reply['choices'][0]['token_ids'] != reply['choices'][1]['token_ids']
   drawn = sum(len(c['token_ids']) for c in reply['choices'])
   assert reply['usage'] == dict(
@@ -423,6 +428,38 @@ def test_text_continues_a_prompt_with_the_space_of_its_first_word(sentencepiece)
   assert choice['logprobs']['text_offset'] == [0, 6, 10, 15, 17, 17]
   assert echoed['logprobs']['tokens'] == ['Once', ' upon', *choice['logprobs']['tokens']]
   assert echoed['logprobs']['text_offset'] == [0, 4, *(9 + x for x in choice['logprobs']['text_offset'])]
+
+
+def test_tokens_of_a_chat_have_their_text_and_bytes(sentencepiece):
+  """The bytes are null where the text is a part of a character."""
+  ids = np.array(
+    [sentencepiece.hf.get_vocab()[word] for word in ('▁there', '▁a', '<0xC3>', '<0xA9>', '</s>')], np.int32
+  )
+  completion = types.SimpleNamespace(
+    tokens=ids, logprobs=np.zeros(5), stop_string='', finished=True, top_ids=None, top_logprobs=None
+  )
+  choice = openai_format.Translator(sentencepiece, room=9).chat_choice(0, completion, {'logprobs': True})
+  assert choice['message']['content'] == 'there a\u00e9'
+  entries = choice['logprobs']['content']
+  assert [entry['token'] for entry in entries] == [' there', ' a', '\ufffd', '\ufffd', '</s>']
+  assert [bytes(e['bytes']) if e['bytes'] else None for e in entries] == [b' there', b' a', None, None, b'</s>']
+
+
+def test_a_name_of_no_model_is_refused_and_none_is_accepted(server):
+  body = dict(prompt='a', max_tokens=1)
+  code, text = post(server[0].url, 'completions', model='other', **body)
+  error = json.loads(text)['error']
+  assert code == 404 and error['code'] == 'model_not_found' and 'there is nano' in error['message']
+  for name in ('', None, 'nano'):
+    assert ask(server, 'completions', model=name, **body)['model'] == 'nano'
+
+
+def test_example_request_is_one_that_the_model_answers(server):
+  for template, path in (('x', 'chat/completions'), (None, 'completions')):
+    of_model = types.SimpleNamespace(chat_template=template)
+    words = shlex.split(server_files.example(server[0].url, 'nano', '', of_model))
+    assert words[:3] == ['try:', 'curl', f'{server[0].url}/{path}']
+    assert post(server[0].url, path, **{'max_tokens': 2, **json.loads(words[-1])})[0] == 200
 
 
 @pytest.mark.parametrize('ends', ['client', 'server'])
@@ -770,7 +807,8 @@ def test_bodies_of_all_kinds_get_an_answer(server, record_property):
     if text.startswith('data: '):
       text = text.split('\n\n')[0].removeprefix('data: ')
     reply = json.loads(text)
-    assert (code == 200 and reply['choices']) or (code == 400 and reply['error']['message']), (body, code, text)
+    refused = code == 400 or (code == 404 and body['model'] not in (None, '', 'nano'))
+    assert (code == 200 and reply['choices']) or (refused and reply['error']['message']), (body, code, text)
 
 
 def test_encoding_a_long_prompt_releases_the_gil(weights):

@@ -151,20 +151,15 @@ class Translator:
     return entries
 
   def _logprob_entry(self, token: int, logprob: float) -> dict:
-    return dict(token=self._piece(token, self.before), logprob=float(logprob), bytes=None)
+    piece = self._piece(token, self.before)
+    # The text of a part of a character does not show its bytes.
+    return dict(token=piece, logprob=float(logprob), bytes=None if '\ufffd' in piece else [*piece.encode()])
 
   def text_choice(self, index: int, completion: Completion, body: dict) -> dict:
     """Returns an entry of `choices` of a completion."""
     logprobs = None
     if body.get('logprobs') is not None:
-      logprobs = self._text_logprobs(
-        completion.tokens,
-        completion.logprobs,
-        completion.top_ids,
-        completion.top_logprobs,
-        self._top_count(body),
-        self.before,
-      )
+      logprobs = self._text_logprobs(completion.tokens, completion, self._top_count(body), self.before)
     return dict(
       index=index,
       text=self.decode(completion, before=self.before),
@@ -185,7 +180,7 @@ class Translator:
     if score is None:
       return out
     count, drawn = self._top_count(body), choice['logprobs']
-    prompt = self._text_logprobs(ids, score.logprobs, score.top_ids, score.top_logprobs, count, before=[])
+    prompt = self._text_logprobs(ids, score, count, before=[])
     prompt['token_logprobs'][0] = None  # nothing predicts the first token
     if count:
       prompt['top_logprobs'][0] = None
@@ -193,17 +188,20 @@ class Translator:
     out['logprobs'] = {name: x and x + drawn[name] for name, x in prompt.items()}
     return out
 
-  def _text_logprobs(
-    self, ids: np.ndarray, logprobs: np.ndarray, top_ids: Any, top_logprobs: Any, count: int, before: Sequence[int]
-  ) -> dict:
-    """Returns the log-probs of tokens as completions have them, with `count` of the most probable tokens each."""
+  def _text_logprobs(self, ids: np.ndarray, drawn: Any, count: int, before: Sequence[int]) -> dict:
+    """Returns the log-probs of tokens as completions have them, with `count` of the most probable tokens each.
+
+    Args:
+      drawn: the `Completion` or `TextScore` of the tokens.
+      before: token ids before them.
+    """
     top = None
-    if count and top_ids is not None:  # an agent of a run may ask, but its sampler reports none
-      top = [self._by_text(*x, count) for x in zip(ids, logprobs, top_ids, top_logprobs)]
+    if count and drawn.top_ids is not None:  # an agent of a run may ask, but its sampler reports none
+      top = [self._by_text(*x, count) for x in zip(ids, drawn.logprobs, drawn.top_ids, drawn.top_logprobs)]
     return dict(
       tokens=[self._piece(i, self.before if n else before) for n, i in enumerate(ids)],
       text_offset=_starts(self._tokenizer, before, ids),
-      token_logprobs=[float(x) for x in logprobs],
+      token_logprobs=[float(x) for x in drawn.logprobs],
       top_logprobs=top,
     )
 

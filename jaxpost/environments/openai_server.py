@@ -92,8 +92,8 @@ class Endpoint:
     record: called for each completion with a dict of prompt_ids, ids, logprobs, finish_reason, model and session (the
       API key of the client).
     api_key: bearer token that a client must send; '': none is needed.
-    other_engines: {name: engine} of other models, such as adapters. If there are any, a body must name its model; else
-      the name in a body is ignored.
+    other_engines: {name: engine} of other models, such as adapters. If there are any, a body must name its model.
+      Agents of a run may give any name.
     scorers: {name: `tools.scoring.Scorer`} of each model, for log-probs of prompts; {}: there are none.
   """
 
@@ -224,7 +224,7 @@ class Endpoint:
     body = json.loads(call.body)
     refuse(not isinstance(body, dict), 'the body must be a JSON object')
     name = body.get('model')
-    if len(self.engines) == 1:
+    if self.sessions or (len(self.engines) == 1 and name in ('', None)):
       name = self.name
     elif not (isinstance(name, str) and name in self.engines):
       text = f'model: there is no {name!r}; there is {", ".join(self.engines)}'

@@ -7,8 +7,12 @@ import os
 import pathlib
 import shlex
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from jaxpost.errors import InputError
+
+if TYPE_CHECKING:
+  from jaxpost.data.tokenizer import Tokenizer
 
 
 def read_key(path: str) -> str:
@@ -50,8 +54,11 @@ def public_name(model: str) -> str:
   return os.path.basename(os.path.abspath(path)) if os.path.exists(path) else model
 
 
-def curl_command(url: str, name: str, key_file: str) -> str:
-  """Returns a curl command that sends an example request to a model of a server."""
-  body = json.dumps({'model': name, 'messages': [{'role': 'user', 'content': 'Hello'}]})
+def example(url: str, name: str, key_file: str, tokenizer: Tokenizer) -> str:
+  """Returns a line with a curl command that sends a request to a model of a server: a chat, or a text to continue."""
+  is_chat = bool(tokenizer.chat_template)
+  content = {'messages': [{'role': 'user', 'content': 'Hello'}]} if is_chat else {'prompt': 'Once', 'max_tokens': 32}
+  body = json.dumps({'model': name, **content})
   token = f' -H "Authorization: Bearer $(cat {shlex.quote(key_file)})"' if key_file else ''
-  return f"curl {url}/chat/completions -H 'Content-Type: application/json'{token} -d {shlex.quote(body)}"
+  path = 'chat/completions' if is_chat else 'completions'
+  return f"try: curl {url}/{path} -H 'Content-Type: application/json'{token} -d {shlex.quote(body)}"
