@@ -168,6 +168,8 @@ def _value(raw: dict, path: str, texts: list[str]) -> Any:
 
 
 def _items(path: str, text: str) -> tuple:
+  if not text.strip():  # clears the field
+    return ()
   items = _PARSERS[tuple].parse(text)
   if items == (text,) and _SEVERAL.fullmatch(text):
     raise InputError(f"config.{path}: {text} cannot be read; quote each text in it, as in \"('a', 'b')\"")

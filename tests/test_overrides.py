@@ -60,6 +60,8 @@ REACHES_ALL = {
   'any': ('--config.reward=./a.py:f', 'reward', './a.py:f'),
   'any, several': ("--config.data.map=('./a.py:f','./b.py:f')", 'data.map', ('./a.py:f', './b.py:f')),
   'any, a list': ("--config.reward=['a','./b.py:f']", 'reward', ('a', './b.py:f')),
+  'tuple, cleared': ('--config.log.trackers=', 'log.trackers', ()),
+  'tuple of texts, cleared': ('--config.rollout.stop_strings=', 'rollout.stop_strings', ()),
   'of the user': ('--config.user.scale=0.5', 'user.scale', 0.5),
 }
 
