@@ -48,7 +48,9 @@ HOLDS: dict[str, Callable[[Signals], bool]] = {
     s['has_reward'] and math.isnan(s['reward']) and s['empty_updates'] > 0 and not s['failed_groups'] > 0
   ),
   'unrewarded': lambda s: (
-    not (s['failed_groups'] > 0 or s['episodes/failed'] > 0) and s['masked_samples'] > 0.1 * s['completions']
+    math.isfinite(s['reward'])
+    and s['masked_samples'] > 0.1 * s['completions']
+    and not (s['failed_groups'] > 0 or s['episodes/failed'] > 0)
   ),
   # The row of a step has a learning rate if one of its updates trained a token.
   'empty': lambda s: s['empty_updates'] > 0 and {'lr', 'critic/lr'}.isdisjoint(s),
