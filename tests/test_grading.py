@@ -16,7 +16,7 @@ from jaxpost.errors import InputError
 from jaxpost.rewards.groups import Graded
 from jaxpost.rl import merging, mixture
 from jaxpost.rl.grading import Grader
-from jaxpost.rollout import rollout_files
+from jaxpost.rollout import rollout_codec, rollout_files
 from jaxpost.rollout.sequence import Request
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import reward_models, sampling_inputs
@@ -224,6 +224,13 @@ def test_dynamic_sampling_and_curriculum_with_stored_rollouts_are_refused(tmp_pa
 def test_merged_rounds_keep_the_verdict_of_each_sample():
   first, second = (rollout(2, verdicts=np.array(x)) for x in ([1.0, 0, 0, 1], [0.0, 0, 1, 1]))
   np.testing.assert_array_equal(merging.merge([first, second], [[1], [0, 1]]).verdicts, [0, 1, 0, 0, 1, 1])
+
+
+def test_merged_and_stored_rounds_keep_the_error_of_each_episode():
+  first, second = (rollout(2, errors=np.array(x)) for x in (['', '', 'reset: x', ''], ['', 'died', '', '']))
+  merged = merging.merge([first, second], [[1], [0, 1]])
+  assert merged.errors.tolist() == ['reset: x', '', '', 'died', '', '']
+  assert rollout_codec.from_text(rollout_codec.to_text(merged)).errors.tolist() == merged.errors.tolist()
 
 
 def test_stored_rollout_has_all_fields_and_is_checked_before_training(tmp_path):
