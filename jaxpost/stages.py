@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import rich.console
 from etils import epath
+from rich.console import Console
 
 from jaxpost import loop
 from jaxpost.distributed import coordination, watchdog
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def run(
   config: Any,
   workdir: epath.PathLike = 'runs/latest',
-  console: rich.console.Console | None = None,
+  console: Console | None = None,
   choose_mesh: Callable | None = None,
   stop: signals.StopSignal | None = None,
   verbose: bool = False,
@@ -57,7 +57,7 @@ def run(
   """
   workdir = object_store.check_workdir(workdir)
   if coordination.process_index():  # process 0 prints for all
-    console = rich.console.Console(quiet=True)
+    console = Console(quiet=True)
   with coordination.fail_together(), contextlib.ExitStack() as cleanup:
     cleanup.enter_context(object_store.explained(f'a file in {workdir}/'))
     cleanup.callback(watchdog.pause)
@@ -141,7 +141,7 @@ def _run(
     return _finish(workdir, console, start, warnings, prepared[-1].config.save.export)
 
 
-def _read_summary(workdir: epath.Path, console: rich.console.Console) -> dict:
+def _read_summary(workdir: epath.Path, console: Console) -> dict:
   """Returns the summary of a finished run; prints which of its files were damaged or changed since."""
   console.out(f'{workdir}: was finished before; another --workdir starts a new run', highlight=False)
   for name in seals.damaged(workdir):
@@ -150,11 +150,7 @@ def _read_summary(workdir: epath.Path, console: rich.console.Console) -> dict:
 
 
 def _begin(
-  workdir: epath.Path,
-  raw: dict,
-  lock: run_lock.RunLock,
-  prepared: Sequence[PreparedStage],
-  console: rich.console.Console,
+  workdir: epath.Path, raw: dict, lock: run_lock.RunLock, prepared: Sequence[PreparedStage], console: Console
 ) -> None:
   """Takes the lock, deletes an old summary, writes config.json and the facts of this start, and prints the latter."""
   if coordination.process_index() == 0:
@@ -196,7 +192,7 @@ def with_meshes(
   return choose_mesh(prepared, note)
 
 
-def with_dtype(raw: dict, workdir: epath.Path, console: rich.console.Console) -> dict:
+def with_dtype(raw: dict, workdir: epath.Path, console: Console) -> dict:
   """Returns the config with a type in place of `model.dtype='auto'`.
 
   It is the type that the run began with, or else the fastest of process 0. A stage without a type has that of the run.
@@ -216,9 +212,7 @@ def with_dtype(raw: dict, workdir: epath.Path, console: rich.console.Console) ->
   return raw
 
 
-def _finish(
-  workdir: epath.Path, console: rich.console.Console, start: float, warnings: list[dict], exported: bool
-) -> dict:
+def _finish(workdir: epath.Path, console: Console, start: float, warnings: list[dict], exported: bool) -> dict:
   """Writes the report and summary.json, which marks the run as finished; returns the summary."""
   from jaxpost.monitor import report
 

@@ -195,6 +195,14 @@ def test_atomic_write_leaves_the_old_file_on_failure(tmp_path, monkeypatch):
   assert path.read_text() == 'old'
 
 
+def test_a_step_line_of_ppo_shows_what_the_critic_explains(tmp_path):
+  writer, console = make_writer(tmp_path, tensorboard=False)
+  writer.start_stage('ppo', 1)
+  writer.write(1, 'train', {'loss': 0.5, 'critic/explained_variance': 0.25, 'critic/vf_loss': 0.1})
+  writer.close()
+  assert 'loss 0.5  critic explains 0.25' in console.getvalue()
+
+
 def test_secondary_process_writes_nothing(tmp_path, capsys):
   with metrics.MetricsWriter(tmp_path / 'run', primary=False) as writer:
     writer.start_stage('sft', 2)

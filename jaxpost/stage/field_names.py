@@ -1,8 +1,7 @@
 """Looks up config fields by dotted name, and suggests the field that an unknown name was meant for.
 
 `field_type` returns the type of a field. `unknown_key` suggests a field for former names, misspellings, names in the
-wrong section, and the names that TRL, verl and Hugging Face use, which field_names.toml lists; `unknown_value` does so
-for values.
+wrong section, and names of TRL, verl and Hugging Face, as `unknown_value` does for values; field_names.toml lists both.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ def unknown_key(where: str, path: str) -> InputError:
 def unknown_value(name: str, value: Any, choices: Collection[str]) -> InputError:
   """Returns the error for a value of the field `name` that is none of its choices."""
   meant = VALUES.get(f'{name.rpartition(".")[2]}={value}')
-  # Lenient enough to suggest float16 for fp16.
-  hint = f'did you mean {meant!r}?' if meant else did_you_mean(str(value), choices, 0.5)
+  hint = f'did you mean {meant!r}?' if meant else did_you_mean(str(value), choices, 0.5)  # float16 is near fp16
   known = ', '.join(choice or "''" for choice in choices)
   return InputError(f'{name}: {value!r:.100} is not one of {known}; {hint}'.rstrip('; '))
 
