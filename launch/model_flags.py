@@ -10,6 +10,14 @@ from absl import flags
 flags.disclaim_key_flags()  # the flags belong to the command that defines them
 
 
+class _StepParser(flags.IntegerParser):
+  """Parses a step, or the word best."""
+
+  def parse(self, argument: str | int) -> Any:
+    """Returns an int or 'best'; ValueError for other words."""
+    return argument if argument == 'best' else super().parse(argument)
+
+
 class ModelFlags(NamedTuple):
   """The flags that select a checkpoint of a run or a model folder."""
 
@@ -49,7 +57,12 @@ def define() -> ModelFlags:
       '',
       "Chat template instead of the tokenizer's own: a name such as chatml, or a .jinja file; for base models.",
     ),
-    step=flags.DEFINE_integer('step', None, 'Step of the checkpoint; default: the newest good one.', lower_bound=0),
+    step=flags.DEFINE(
+      _StepParser(lower_bound=0),
+      'step',
+      None,
+      'Step of the checkpoint, or best: that of config.save.keep_best; default: the newest good one.',
+    ),
   )
 
 

@@ -5,6 +5,7 @@ entry point as `jaxpost VERB`, so that JAX starts only once.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -25,9 +26,10 @@ from absl import app, flags
 from jaxpost import stages
 from jaxpost.errors import InputError
 from jaxpost.formats import hf, hf_export
-from jaxpost.stage import algorithms
+from jaxpost.stage import algorithms, schema
 from jaxpost.stage import config as config_lib
-from jaxpost.tools import completions, score_dataset
+from jaxpost.storage import manifest
+from jaxpost.tools import best_step, completions, inference, score_dataset
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CLONE))  # a plain `pytest` does not put the clone on the path
@@ -406,6 +408,28 @@ def test_evaluate_with_a_reward_samples_as_the_run_does_unless_flags_say_else(ru
   assert_refused(call('evaluate', *args, '--n=0'), 2, '--n: 0 completions')
   assert_refused(call('evaluate', *args, '--reward_weights=x'), 2, '--reward_weights: x is not a list of numbers')
   assert_refused(call('evaluate', *args, '--reward_weights=(1,2)'), 2, 'reward_weights: 2 weights for 1 rewards')
+
+
+def test_best_step_is_that_of_keep_best(run, call, monkeypatch, tmp_path):
+  """By the metrics in the manifests of finished steps; the newest is used by default, with a line on the best."""
+  for step, value in ((10, 0.5), (20, 0.75), (30, 0.75), (40, 0.25)):
+    manifest.write(tmp_path / str(step), manifest.Manifest(step, {}, {'pass@1': value}, {}))
+  (tmp_path / '50').mkdir()  # unfinished
+  save = schema.SaveSection(keep_best='pass@1')
+  assert best_step.find(tmp_path, save) == 30
+  assert best_step.find(tmp_path, schema.SaveSection(keep_best='pass@1', best_mode='min')) == 40
+  assert 'step 30 has the best pass@1, 0.75' in best_step.line(tmp_path, save, 40)
+  assert not best_step.line(tmp_path, save, 30) and not best_step.line(tmp_path, schema.SaveSection(), 40)
+  with pytest.raises(InputError, match='no checkpoint was evaluated by loss'):
+    best_step.find(tmp_path, schema.SaveSection(keep_best='loss'))
+  refused = call('export', f'--run={run}', f'--out={tmp_path}/out', '--step=best')
+  assert_refused(refused, 2, '--step=best', 'no config.save.keep_best')
+  configs = inference.run_config(run)
+  configs = {
+    k: dataclasses.replace(c, save=dataclasses.replace(c.save, keep_best='pass@1')) for k, c in configs.items()
+  }
+  monkeypatch.setattr(inference, 'run_config', lambda run: configs)
+  assert inference.from_run(run, 'sft', 'best').step == 2
 
 
 def test_evaluate_takes_the_weights_of_the_run_where_the_rewards_are_its_own():

@@ -151,7 +151,7 @@ class Translator:
     return entries
 
   def _logprob_entry(self, token: int, logprob: float) -> dict:
-    piece = self._piece(token, self.before)
+    piece = self._added(self.before, [token])
     # The text of a part of a character does not show its bytes.
     return dict(token=piece, logprob=float(logprob), bytes=None if '\ufffd' in piece else [*piece.encode()])
 
@@ -199,7 +199,7 @@ class Translator:
     if count and drawn.top_ids is not None:  # an agent of a run may ask, but its sampler reports none
       top = [self._by_text(*x, count) for x in zip(ids, drawn.logprobs, drawn.top_ids, drawn.top_logprobs)]
     return dict(
-      tokens=[self._piece(i, self.before if n else before) for n, i in enumerate(ids)],
+      tokens=[self._added(self.before if n else before, [i]) for n, i in enumerate(ids)],
       text_offset=_starts(self._tokenizer, before, ids),
       token_logprobs=[float(x) for x in drawn.logprobs],
       top_logprobs=top,
@@ -212,7 +212,7 @@ class Translator:
     """
     out: dict[str, float] = {}
     for i, x in zip(top_ids[:count], top_logprobs[:count]):
-      out.setdefault(self._piece(i, self.before), float(logprob if i == token else x))
+      out.setdefault(self._added(self.before, [i]), float(logprob if i == token else x))
     return out
 
   def decode(self, completion: Completion, skip_special: bool = True, before: Sequence[int] = ()) -> str:
@@ -226,10 +226,7 @@ class Translator:
       text = text.replace(token.content, '') if token.special else text
     return text
 
-  def _piece(self, token: int, before: Sequence[int]) -> str:
-    return self._added(before, [token], skip_special=False)
-
-  def _added(self, before: Sequence[int], ids: Iterable[int], skip_special: bool) -> str:
+  def _added(self, before: Sequence[int], ids: Iterable[int], skip_special: bool = False) -> str:
     """Returns the text that token ids add to that of the ids before them."""
     text = self._tokenizer.decode([*before, *ids], skip_special)
     return text[len(self._tokenizer.decode(before, skip_special)) :]

@@ -42,7 +42,7 @@ from jaxpost.stage.records import Data, Inputs, PreparedStage, Source, Workers
 from jaxpost.storage import object_store, seals
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps
-from jaxpost.tools import chosen_template
+from jaxpost.tools import best_step, chosen_template
 from jaxpost.tools.working import working
 from jaxpost.types import TrainState
 
@@ -74,7 +74,7 @@ def load(
   run: str = '',
   model: str = '',
   stage: str = '',
-  step: int | None = None,
+  step: int | str | None = None,
   config: config_lib.Config | None = None,
   warn: Callable[[str], None] = to_stderr,
   template_kwargs: str = '',
@@ -98,20 +98,26 @@ def load(
 
 
 def from_run(
-  run: epath.PathLike, stage: str = '', step: int | None = None, warn: Callable[[str], None] = to_stderr
+  run: epath.PathLike, stage: str = '', step: int | str | None = None, warn: Callable[[str], None] = to_stderr
 ) -> Weights:
   """Loads a checkpoint of a run.
 
   Args:
     run: folder of the run.
     stage: '' is the last one that has a checkpoint.
-    step: None is the newest checkpoint that is not damaged.
-    warn: gets one line if damaged checkpoints were skipped.
+    step: None is the newest checkpoint that is not damaged; 'best' is that of `config.save.keep_best`.
+    warn: gets one line if damaged checkpoints were skipped, and one if a step before the newest is best.
   """
   object_store.check(str(run), '--run')
   run = epath.Path(run).expanduser()
   configs = run_config(run)
+  if step == 'best':
+    stage = pick(configs, stage, run)[0]
+    step = best_step.find(run / 'checkpoints' / stage, configs[stage].save)
+  is_newest = step is None
   name, step = find_step(run, list(configs), stage, step, warn)
+  if is_newest and (line := best_step.line(run / 'checkpoints' / name, configs[name].save, step)):
+    warn(line)
   source = weight_sources.of_checkpoint(run / 'checkpoints' / name, step)
   inputs = prepare_model(name, configs[name], source)
   layout = make_layout('fsdp=-1', 'train')
@@ -247,7 +253,7 @@ def evaluate_as(
   run: str = '',
   model: str = '',
   stage: str = '',
-  step: int | None = None,
+  step: int | str | None = None,
   config: Mapping | None = None,
   mesh: str = 'data=-1',
   data: str = '',
