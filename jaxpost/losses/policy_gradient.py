@@ -15,13 +15,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 
 from jaxpost.losses.reduce import MAX_LOG_RATIO, by_name, same_shape, sequence_mean, sequence_total
 
 # [B, T] -> [B, T]: the mean or the sum over the trained tokens of each sequence, broadcast to all of its tokens.
-ReduceSequence = Callable[[Array], Array]
-LossAndMetrics = tuple[Array, dict[str, Array]]
+ReduceSequence = Callable[[jax.Array], jax.Array]
+LossAndMetrics = tuple[jax.Array, dict[str, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +44,14 @@ class SurrogateOptions:
   dro_beta: float = 0.1
 
 
-def importance_ratio(logprobs: Array, old_logprobs: Array) -> Array:
+def importance_ratio(logprobs: jax.Array, old_logprobs: jax.Array) -> jax.Array:
   """Returns r = pi / pi_old, differentiable in pi where |log r| <= 20."""
   return jnp.exp(jnp.clip(logprobs - old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
-def clip(logprobs: Array, old_logprobs: Array, advantages: Array, options: SurrogateOptions) -> LossAndMetrics:
+def clip(
+  logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, options: SurrogateOptions
+) -> LossAndMetrics:
   """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): the clipped surrogate.
 
   PPO (arXiv:1707.06347), eq. 7; asymmetric clip as in DAPO (arXiv:2503.14476), eq. 8. With dual_clip = c > 1, at most
@@ -60,7 +61,9 @@ def clip(logprobs: Array, old_logprobs: Array, advantages: Array, options: Surro
   return clip_ratio(importance_ratio(logprobs, old_logprobs), advantages, options)
 
 
-def reinforce(logprobs: Array, old_logprobs: Array, advantages: Array, options: SurrogateOptions) -> LossAndMetrics:
+def reinforce(
+  logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, options: SurrogateOptions
+) -> LossAndMetrics:
   """-A log pi (Williams 1992): the policy gradient itself, unclipped."""
   del options
   check_shapes(logprobs, old_logprobs, advantages)
@@ -85,7 +88,7 @@ class Surrogate:
   reads: tuple[str, ...] = ('clip_low', 'clip_high')
   sets: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   reads_old: bool = True
-  per_sequence: Callable[..., Array] | None = None
+  per_sequence: Callable[..., jax.Array] | None = None
 
 
 LOSSES: dict[str, Surrogate] = {
@@ -117,12 +120,12 @@ expert = by_name('surrogates:expert')
 off_policy_kept = by_name('surrogates:off_policy_kept')
 
 
-def check_shapes(logprobs: Array, old_logprobs: Array, advantages: Array) -> None:
+def check_shapes(logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array) -> None:
   """Raises ValueError unless the arrays have one shape."""
   same_shape('logprobs, old_logprobs, advantages [B, T]', None, logprobs, old_logprobs, advantages)
 
 
-def clip_ratio(ratio: Array, advantages: Array, options: SurrogateOptions) -> LossAndMetrics:
+def clip_ratio(ratio: jax.Array, advantages: jax.Array, options: SurrogateOptions) -> LossAndMetrics:
   """PPO's clipped surrogate of a ratio; the metrics count tokens without gradient."""
   if options.dual_clip and options.dual_clip <= 1:
     raise ValueError(f'dual_clip {options.dual_clip}: must be more than 1, or 0 for off')
@@ -139,7 +142,7 @@ def clip_ratio(ratio: Array, advantages: Array, options: SurrogateOptions) -> Lo
   return loss, metrics
 
 
-def clip_metrics(ratio: Array, low: Array, high: Array) -> dict[str, Array]:
+def clip_metrics(ratio: jax.Array, low: jax.Array, high: jax.Array) -> dict[str, jax.Array]:
   """Returns the metrics of a ratio; `low` and `high` are the tokens that are clipped at a bound."""
   return {
     'ratio': ratio,
@@ -148,10 +151,10 @@ def clip_metrics(ratio: Array, low: Array, high: Array) -> dict[str, Array]:
   }
 
 
-KLEstimator = Callable[[Array, Array], Array]  # (logprobs, ref_logprobs) -> [B, T]
+KLEstimator = Callable[[jax.Array, jax.Array], jax.Array]  # (logprobs, ref_logprobs) -> [B, T]
 
 
-def kl_k1(logprobs: Array, ref_logprobs: Array) -> Array:
+def kl_k1(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
   """d = log pi - log ref: unbiased, of either sign, with a gradient whose mean is zero.
 
   k1, k2 and k3 are from Schulman, "Approximating KL divergence" (2020). As a term of the loss k1 has no effect on
@@ -161,18 +164,18 @@ def kl_k1(logprobs: Array, ref_logprobs: Array) -> Array:
   return logprobs - ref_logprobs
 
 
-def kl_k2(logprobs: Array, ref_logprobs: Array) -> Array:
+def kl_k2(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
   """d^2 / 2: biased, but its gradient is that of the KL divergence."""
   return kl_k1(logprobs, ref_logprobs) ** 2 / 2
 
 
-def kl_k3(logprobs: Array, ref_logprobs: Array) -> Array:
+def kl_k3(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
   """exp(-d) - 1 + d, d clamped to [-20, 20]: unbiased, never negative. Also GRPO (arXiv:2402.03300), eq. 4."""
   d = jnp.clip(kl_k1(logprobs, ref_logprobs), -MAX_LOG_RATIO, MAX_LOG_RATIO)
   return jnp.expm1(-d) + d
 
 
-def kl_absolute(logprobs: Array, ref_logprobs: Array) -> Array:
+def kl_absolute(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
   """|d|: biased, never negative."""
   d = kl_k1(logprobs, ref_logprobs)
   return jnp.where(d == 0, 0.0, jnp.abs(d))  # no gradient where there is no divergence
