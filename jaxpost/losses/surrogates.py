@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 
 from jaxpost.losses import policy_gradient
-from jaxpost.losses.policy_gradient import LossAndMetrics, ReduceSequence, SurrogateOptions
 from jaxpost.losses.reduce import MAX_LOG_RATIO, same_shape
 
 _MAX_LOG_SEQUENCE_RATIO = 10.0
@@ -19,7 +17,7 @@ _MAX_WEIGHT = 20.0  # of a token in DPPO
 _VESPO_K, _VESPO_LAMBDA = (2.0, 3.0), (3.0, 2.0)  # parameters of VESPO's weights for A >= 0 and for A < 0
 
 
-def sequence_ratio(mean_log_ratio: Array, logprobs: Array) -> Array:
+def sequence_ratio(mean_log_ratio: jax.Array, logprobs: jax.Array) -> jax.Array:
   """s_it = sg(s_i) pi / sg(pi), s_i = exp(mean over the tokens of log r).
 
   GSPO-token (arXiv:2507.18071), eq. 14: the value is the ratio of the sequence,
@@ -34,8 +32,12 @@ def sequence_ratio(mean_log_ratio: Array, logprobs: Array) -> Array:
 
 
 def gspo(
-  logprobs: Array, old_logprobs: Array, advantages: Array, options: SurrogateOptions, reduce_sequence: ReduceSequence
-) -> LossAndMetrics:
+  logprobs: jax.Array,
+  old_logprobs: jax.Array,
+  advantages: jax.Array,
+  options: policy_gradient.SurrogateOptions,
+  reduce_sequence: policy_gradient.ReduceSequence,
+) -> policy_gradient.LossAndMetrics:
   """PPO's clipped surrogate with the ratio of the sequence: GSPO (arXiv:2507.18071), eq. 13.
 
   The paper's objective is that with weights which first average over each sequence.
@@ -46,8 +48,12 @@ def gspo(
 
 
 def geo_mean(
-  logprobs: Array, old_logprobs: Array, advantages: Array, options: SurrogateOptions, reduce_sequence: ReduceSequence
-) -> LossAndMetrics:
+  logprobs: jax.Array,
+  old_logprobs: jax.Array,
+  advantages: jax.Array,
+  options: policy_gradient.SurrogateOptions,
+  reduce_sequence: policy_gradient.ReduceSequence,
+) -> policy_gradient.LossAndMetrics:
   """-A exp(mean over the tokens of the clipped log r).
 
   GMPO (arXiv:2507.20673): log r is clipped to [-clip_low, clip_high] where that lowers the objective. The gradient is
@@ -63,7 +69,9 @@ def geo_mean(
   return -advantages * ratio, policy_gradient.clip_metrics(ratio, low, high)
 
 
-def cispo(logprobs: Array, old_logprobs: Array, advantages: Array, options: SurrogateOptions) -> LossAndMetrics:
+def cispo(
+  logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, options: policy_gradient.SurrogateOptions
+) -> policy_gradient.LossAndMetrics:
   """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi.
 
   CISPO (MiniMax-M1, arXiv:2506.13585): no token loses its gradient. verl bounds r on both sides. TRL and the paper only
@@ -81,7 +89,9 @@ def cispo(logprobs: Array, old_logprobs: Array, advantages: Array, options: Surr
   return loss, metrics
 
 
-def sapo(logprobs: Array, old_logprobs: Array, advantages: Array, options: SurrogateOptions) -> LossAndMetrics:
+def sapo(
+  logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, options: policy_gradient.SurrogateOptions
+) -> policy_gradient.LossAndMetrics:
   """-(4 / tau) sigmoid(tau (r - 1)) A, where tau depends on the sign of A: a soft clip, SAPO (arXiv:2511.20347)."""
   policy_gradient.check_shapes(logprobs, old_logprobs, advantages)
   ratio = policy_gradient.importance_ratio(logprobs, old_logprobs)
@@ -91,8 +101,12 @@ def sapo(logprobs: Array, old_logprobs: Array, advantages: Array, options: Surro
 
 
 def vespo(
-  logprobs: Array, old_logprobs: Array, advantages: Array, options: SurrogateOptions, reduce_sequence: ReduceSequence
-) -> LossAndMetrics:
+  logprobs: jax.Array,
+  old_logprobs: jax.Array,
+  advantages: jax.Array,
+  options: policy_gradient.SurrogateOptions,
+  reduce_sequence: policy_gradient.ReduceSequence,
+) -> policy_gradient.LossAndMetrics:
   """-sg(phi(W)) A log pi, phi(W) = W^k exp(lambda (1 - W)), W the product of r over the sequence.
 
   VESPO (arXiv:2602.10693): a soft weight instead of a clip, 1 where policy and sampler agree.
@@ -109,7 +123,9 @@ def vespo(
   return -weight * advantages * logprobs, {'ratio': ratio, 'vespo/phi': weight}
 
 
-def dro(logprobs: Array, old_logprobs: Array, advantages: Array, options: SurrogateOptions) -> LossAndMetrics:
+def dro(
+  logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, options: policy_gradient.SurrogateOptions
+) -> policy_gradient.LossAndMetrics:
   """-A log pi + beta / 2 (log r)^2: the policy gradient, held to the sampler by a quadratic penalty.
 
   DRO (arXiv:2405.19107) fits V + beta log(pi / ref) of a whole completion, with a learned value V, to its reward; the
@@ -122,7 +138,9 @@ def dro(logprobs: Array, old_logprobs: Array, advantages: Array, options: Surrog
   return penalty - advantages * logprobs, {'ratio': ratio}
 
 
-def dppo_tv(logprobs: Array, old_logprobs: Array, advantages: Array, options: SurrogateOptions) -> LossAndMetrics:
+def dppo_tv(
+  logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, options: policy_gradient.SurrogateOptions
+) -> policy_gradient.LossAndMetrics:
   """-sg(min(r, 20)) A log pi, without tokens whose probability has changed too much: DPPO with total variation.
 
   DPPO (arXiv:2602.04879): a token of positive advantage is left out if pi - pi_old
@@ -134,7 +152,9 @@ def dppo_tv(logprobs: Array, old_logprobs: Array, advantages: Array, options: Su
   return _masked(logprobs, old_logprobs, advantages, low=change < -options.clip_low, high=change > options.clip_high)
 
 
-def dppo_kl(logprobs: Array, old_logprobs: Array, advantages: Array, options: SurrogateOptions) -> LossAndMetrics:
+def dppo_kl(
+  logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, options: policy_gradient.SurrogateOptions
+) -> policy_gradient.LossAndMetrics:
   """`dppo_tv` with another measure of change: the KL divergence of the events "this token" and "another one".
 
   It is KL(pi_old || pi). A token is left out only if pi has changed in the direction
@@ -150,7 +170,9 @@ def dppo_kl(logprobs: Array, old_logprobs: Array, advantages: Array, options: Su
   return _masked(logprobs, old_logprobs, advantages, low=low, high=high)
 
 
-def _masked(logprobs: Array, old_logprobs: Array, advantages: Array, *, low: Array, high: Array) -> LossAndMetrics:
+def _masked(
+  logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, *, low: jax.Array, high: jax.Array
+) -> policy_gradient.LossAndMetrics:
   """DPPO's loss; `low` and `high` [B, T] mask the tokens whose probability fell or rose too far."""
   ratio = policy_gradient.importance_ratio(logprobs, old_logprobs)
   low &= advantages < 0
@@ -159,7 +181,7 @@ def _masked(logprobs: Array, old_logprobs: Array, advantages: Array, *, low: Arr
   return -weight * advantages * logprobs, policy_gradient.clip_metrics(ratio, low, high)
 
 
-def expert(logprobs: Array, advantages: Array, gamma: float) -> Array:
+def expert(logprobs: jax.Array, advantages: jax.Array, gamma: float) -> jax.Array:
   """-A p / (p + gamma), with p the policy's probability of a token that an expert wrote, [B, T].
 
   LUFFY (arXiv:2504.14945): the unclipped ratio p / 1, as if the expert were certain, shaped by
@@ -170,8 +192,12 @@ def expert(logprobs: Array, advantages: Array, gamma: float) -> Array:
 
 
 def off_policy_kept(
-  logprobs: Array, sampler_logprobs: Array, advantages: Array, threshold: float, reduce_sequence: ReduceSequence
-) -> Array:
+  logprobs: jax.Array,
+  sampler_logprobs: jax.Array,
+  advantages: jax.Array,
+  threshold: float,
+  reduce_sequence: policy_gradient.ReduceSequence,
+) -> jax.Array:
   """Returns a mask [B, T]: 0 for tokens of negative advantage in sequences that are far off policy, else 1.
 
   Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556): a sequence is far off policy if its mean of log
