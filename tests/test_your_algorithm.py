@@ -84,7 +84,7 @@ ALGORITHM = jaxpost.Algorithm(objective, on_policy=True, credit=credit)
       r'`mask` has the shape \(16, 1\) and must have \(16, 8\)',
     ),
     ('jaxpost.Credit({"advantages": mask * np.nan}, mask, {})', '`advantages` is not finite on trained tokens'),
-    ('jaxpost.Credit({"advantages": mask}, mask * np.inf, {})', '`mask` is not finite'),
+    ('jaxpost.Credit({"advantages": mask}, np.full(mask.shape, np.inf), {})', '`mask` is not finite'),
     ('{"advantages": mask}', r'is a dict and must be a jaxpost.Credit'),
   ],
 )
