@@ -163,7 +163,7 @@ def your_check(code):
   fields = config_lib.defaults()['rl'] | dict(minibatches=2, dynamic_sampling=2, aggregate='sequence')
   (config,) = config_lib.parse({'rl': fields}).values()
   check(config)
-  with pytest.raises(InputError, match=r'config.rl.kl_coef: mine.py would ignore it; leave it -1.0'):
+  with pytest.raises(InputError, match=r'config.rl.kl_coef: reinforce.py would ignore it; leave it -1.0'):
     check(dataclasses.replace(config, rl=dataclasses.replace(config.rl, kl_coef=0.1)))
 
 
