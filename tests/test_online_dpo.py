@@ -164,5 +164,5 @@ def test_steps_without_a_pair_have_no_loss_and_are_counted(tmp_path):
   jaxpost.run(config, tmp_path / 'run')
   for line in (tmp_path / 'run/metrics.jsonl').open():
     row = types.SimpleNamespace(**json.loads(line))
-    assert row.empty_updates == 1 and {'loss', 'grad_norm'}.isdisjoint(vars(row))
+    assert row.pairs == 0 and row.empty_updates == 1 and {'loss', 'grad_norm'}.isdisjoint(vars(row))
     assert row.groups_without_pair == 4
