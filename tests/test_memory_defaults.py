@@ -308,6 +308,14 @@ def test_settings_are_chosen_again_by_what_the_compiler_counts():
   assert notes[0] == 'grpo: generate needs 0.0 GiB of memory, which is too much; smaller settings are chosen'
 
 
+def test_a_program_of_the_sampler_of_a_stage_that_samples_nothing_counts_as_an_update():
+  """The estimate of its sampling is 0, which could not be scaled."""
+  p, where = stage('sft_gsm8k', eval__samples=0), machine('A100')
+  assert defaults.room(p, where).needs(p).sampling == 0
+  updating, sampling = nearest.counted(p, where, TooLargeError('reshard', 2**40, '')).memory_scale
+  assert updating > 1 and sampling == 1
+
+
 def refuse_update(monkeypatch, needed):
   """Lets the compiler refuse updates, as that for TPUs does if they need too much memory."""
   compile_any = Program.compile

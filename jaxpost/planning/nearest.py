@@ -73,7 +73,7 @@ def counted(p: PreparedStage, topology: Topology, error: TooLargeError) -> Prepa
   # XLA may have counted temporaries alone.
   needed = max(error.needed, 1.01 * limits.usable)
   updating, sampling = p.memory_scale
-  if error.program in memory.SAMPLING:
+  if error.program in memory.SAMPLING and needs.sampling:
     sampling *= max(1.0, needed / needs.sampling)
   else:
     updating *= max(1.0, needed / needs.updating)
