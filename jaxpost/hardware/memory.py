@@ -6,12 +6,10 @@ All bytes are those of one device, except for `free_on_host`.
 import dataclasses
 import math
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
-
-from jaxpost.types import Batch
 
 # Programs that run while the sampler's weights and cache are in memory.
 SAMPLING = ('reshard', 'init_state', 'prefill', 'insert', 'extend', 'generate', 'verify', 'move')
@@ -41,11 +39,6 @@ def can_offload(device: jax.Device) -> bool:
 def distinct(*trees: Any) -> dict[int, Any]:
   """Returns {id: array} of several trees, so that arrays that roles share count once."""
   return {id(x): x for x in jax.tree.leaves(trees)}
-
-
-def batches(args: Iterable[Any]) -> int:
-  """Returns the bytes of the batches among the arguments of a program."""
-  return sum(size(x) for x in args if isinstance(x, Batch))
 
 
 def predict(

@@ -13,6 +13,7 @@ import jax
 from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
 from jaxpost.hardware import memory as memory_lib
+from jaxpost.types import Batch
 
 
 class TooLargeError(InputError):
@@ -58,7 +59,7 @@ class Ledger:
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
-        batch_bytes=memory_lib.batches(args),
+        batch_bytes=sum(memory_lib.size(x) for x in args if isinstance(x, Batch)),
         **(self.look(name, compiled, args, calls) if self.look else {}),
       )
     )

@@ -79,9 +79,8 @@ def _load_without_base(
     from jaxpost.programs import weight_files
 
     stored_shardings = plain.shardings(layout)
-    return hf.load_params(
-      source.folder, plain, stored_shardings, jnp.dtype(dtype), keep, write=weight_files.write_piece
-    )
+    write = weight_files.write_piece
+    return hf.load_params(source.folder, plain, stored_shardings, jnp.dtype(dtype), keep, write=write)
   return programs.random_params(model, seed, jnp.dtype(dtype), shardings, ledger or Ledger())
 
 

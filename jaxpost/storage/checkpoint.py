@@ -22,7 +22,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 from typing import Any
@@ -91,7 +90,7 @@ class Checkpointer:
       )
     self._keep = keep
     self._keep_best = keep_best
-    self._best_sign = 1 if best_mode == 'max' else -1
+    self._best_mode = best_mode
     logging.getLogger('absl').addFilter(_is_not_raised)
     _spare_memory()
     self._orbax = ocp.AsyncCheckpointer(
@@ -280,17 +279,10 @@ class Checkpointer:
   def _prune(self, step: int) -> None:
     """Removes all but the newest steps, the best one, and `step`."""
     steps = manifests.steps(self._folder)
-    scores = {}
-    for other in filter(self._is_ancestor, steps):  # a rollback makes later steps obsolete
-      try:
-        metrics = manifests.read(self._folder, other).metrics
-      except manifests.DamagedError:
-        continue
-      scores[other] = self._best_sign * metrics.get(self._keep_best, math.nan)
-    kept = {step, *sorted(scores)[-self._keep :]}
-    scored = [s for s in scores if not math.isnan(scores[s])]
-    if scored:
-      kept.add(max(scored, key=lambda s: (scores[s], s)))
+    relevant = filter(self._is_ancestor, steps)  # a rollback makes later steps obsolete
+    scores = manifests.scores(self._folder, relevant, self._keep_best, self._best_mode)
+    best = max(scores, key=lambda s: (scores[s], s), default=step)
+    kept = {step, best, *sorted(scores)[-self._keep :]}
     for other in sorted(set(steps).difference(kept)):
       self._remove(other)
 

@@ -7,6 +7,9 @@ without one is unfinished, and a step whose files differ from it is damaged. Its
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -71,6 +74,16 @@ def finished_steps(folder: epath.PathLike) -> list[int]:
   """Returns the steps whose save was finished, newest first, without verifying them."""
   folder = epath.Path(folder)
   return [s for s in steps(folder) if (folder / str(s) / NAME).exists()]
+
+
+def scores(folder: epath.PathLike, steps: Iterable[int], metric: str, mode: str) -> dict[int, float]:
+  """Returns {step: score} of the steps with a good manifest: a metric, negative for `mode` 'min'; -inf without it."""
+  out = {}
+  for step in steps:
+    with contextlib.suppress(DamagedError):
+      value = read(folder, step).metrics.get(metric, math.nan)
+      out[step] = -math.inf if math.isnan(value) else value if mode == 'max' else -value
+  return out
 
 
 def is_finished(workdir: epath.Path, configs: dict) -> bool:

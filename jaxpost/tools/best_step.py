@@ -22,18 +22,10 @@ def find(folder: epath.Path, save: SaveSection) -> int:
   """
   if not save.keep_best:
     raise InputError(f'--step=best: {folder}: the run has no config.save.keep_best to decide it; name a step')
-  sign = 1 if save.best_mode == 'max' else -1
-  values = {}
-  for step in manifest.finished_steps(folder):
-    try:
-      metrics = manifest.read(folder, step).metrics
-    except manifest.DamagedError:
-      continue
-    if math.isfinite(value := metrics.get(save.keep_best, math.nan)):
-      values[step] = sign * value
-  if not values:
+  scores = manifest.scores(folder, manifest.finished_steps(folder), save.keep_best, save.best_mode)
+  if max(scores.values(), default=-math.inf) == -math.inf:
     raise InputError(f'--step=best: {folder}: no checkpoint was evaluated by {save.keep_best}; name a step')
-  return max(values, key=lambda step: (values[step], step))
+  return max(scores, key=lambda step: (scores[step], step))
 
 
 def line(folder: epath.Path, save: SaveSection, step: int) -> str:
