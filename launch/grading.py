@@ -39,7 +39,7 @@ def measure(model: model_flags.ModelFlags, sampling: sampling_flags.SamplingFlag
     inference.to_stderr(
       f'--run: evaluates as the run does, except for what flags say: {score_dataset.described(draws, grading)}'
     )
-  figures = score_dataset.measure(weights, rows, values.reward, values.out, draws, **grading._asdict(), **options)
+  figures = score_dataset.measure(weights, rows, values.reward, values.out, draws, grading=grading, **options)
   return dict(**origin, data=values.data, graded_by=values.reward, **figures)
 
 

@@ -267,5 +267,5 @@ def test_score_dataset_refuses_an_unknown_correct_by_before_sampling(model, tmp_
       'exact_match',
       '',
       completions.Draws(n=2, max_new_tokens=2),
-      correct_by='exact',
+      grading=score_dataset.Grading(correct_by='exact'),
     )

@@ -78,9 +78,7 @@ def measure(
   *,
   mesh: str = 'data=-1',
   source: str = '',
-  pass_reward: float = 1.0,
-  correct_by: str = '',
-  reward_weights: Sequence[float] = (),
+  grading: Grading = Grading(),
   workers: int = 2,
   timeout_s: float = 30.0,
 ) -> dict[str, Any]:
@@ -94,7 +92,7 @@ def measure(
     draws: how to sample; draws.n is K.
     mesh: as config.mesh.rollout.
     source: name of the weights.
-    pass_reward, correct_by, reward_weights: as in `Grading`.
+    grading: how samples are judged.
     workers: processes that run the reward functions.
     timeout_s: seconds for a group of samples.
 
@@ -103,10 +101,10 @@ def measure(
     K samples differ in the weighted sum of rewards: group-relative methods learn from these prompts only.
   """
   prompts = completions.prompts_of(weights, rows)
-  pool = RewardPool(names_of(rewards), weights=reward_weights, workers=workers, timeout_s=timeout_s)
+  pool = RewardPool(names_of(rewards), weights=grading.reward_weights, workers=workers, timeout_s=timeout_s)
   with tempfile.TemporaryDirectory() as scratch, pool:
     folder = pathlib.Path(out or scratch)
-    correct_by = builtin.pick(pool.names, correct_by, '--correct_by')
+    correct_by = builtin.pick(pool.names, grading.correct_by, '--correct_by')
     names = [k for k in prompts[0].columns if k != 'prompt']
     with working('starting the reward functions'):
       pool.check(['prompt', *names])  # before anything is sampled
@@ -119,7 +117,7 @@ def measure(
         graded += pool.grade(groups[start : start + _TOGETHER])
     lines = [json.dumps(dict(rewards=g.rewards, components=g.components, error=g.error)) + '\n' for g in graded]
     object_store.write_text(folder / 'graded.jsonl', ''.join(lines))
-  return summary(rows_done, graded, weights.inputs.tokenizer.stop_ids, pass_reward, correct_by)
+  return summary(rows_done, graded, weights.inputs.tokenizer.stop_ids, grading.pass_reward, correct_by)
 
 
 def names_of(rewards: str) -> tuple[str, ...]:
