@@ -76,9 +76,9 @@ def measure(
   out: str,
   draws: Draws,
   *,
+  grading: Grading,
   mesh: str = 'data=-1',
   source: str = '',
-  grading: Grading = Grading(),
   workers: int = 2,
   timeout_s: float = 30.0,
 ) -> dict[str, Any]:
@@ -90,9 +90,9 @@ def measure(
     rewards: as config.reward: a name, pkg.module:fn or ./file.py:fn, or several with commas.
     out: folder of completions.jsonl and graded.jsonl; '' keeps neither.
     draws: how to sample; draws.n is K.
+    grading: how samples are judged.
     mesh: as config.mesh.rollout.
     source: name of the weights.
-    grading: how samples are judged.
     workers: processes that run the reward functions.
     timeout_s: seconds for a group of samples.
 

@@ -70,7 +70,8 @@ def measure(
   rows = completions.read_whole(data, map_fn=suite.map)
   count = min(size or len(rows), len(rows))
   if suite.reward:
-    figures = score_dataset.measure(weights, rows[:count], suite.reward, out, draws, mesh=mesh, source=source)
+    options = dict(grading=score_dataset.Grading(), mesh=mesh, source=source)
+    figures = score_dataset.measure(weights, rows[:count], suite.reward, out, draws, **options)
   else:
     questions = [choices.question(rows[i], rows.where(i), suite.letters) for i in range(count)]
     with working(f'scoring the choices of {count} questions'):

@@ -215,7 +215,7 @@ def _operations(planes: list[Any]) -> Iterator[Any]:
       continue
     for line in plane.lines:
       if line.name == 'XLA Ops' or 'Stream' in line.name or (not devices and line.name.startswith('tf_XLA')):
-        # Those of a CPU also mark the ends of operations, and have the executor's own.
+        # On a CPU, a line also has events for the ends of operations, and those of the executor.
         yield from _innermost([e for e in line.events if devices or not re.match('end: |.*::', e.name)])
 
 
