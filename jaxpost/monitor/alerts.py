@@ -31,7 +31,7 @@ class Signals(dict[str, Any]):
     return math.nan
 
 
-# Whether a row shows a problem, by the name of its warning in alerts.toml; comparisons with NaN are false.
+# {name of a warning in alerts.toml: function that returns whether a row shows it}; comparisons with NaN are false.
 HOLDS: dict[str, Callable[[Signals], bool]] = {
   'nonfinite': lambda s: bool(s['nonfinite']),
   'failed': lambda s: s['failed_groups'] > 0,

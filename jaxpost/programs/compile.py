@@ -17,11 +17,11 @@ from jaxpost.types import Batch
 
 
 class TooLargeError(InputError):
-  """A program needs more memory, `needed` bytes, than a device has."""
+  """A program needs more memory, `needed` bytes, than a device has; `ending` ends the message."""
 
-  def __init__(self, program: str, needed: int, than: str):
-    super().__init__(f'{program} needs {needed / 2**30:.1f} GiB of memory{than}')
-    self.program, self.needed, self.than = program, needed, than
+  def __init__(self, program: str, needed: int, ending: str):
+    super().__init__(f'{program} needs {needed / 2**30:.1f} GiB of memory{ending}')
+    self.program, self.needed, self.ending = program, needed, ending
 
 
 @dataclasses.dataclass

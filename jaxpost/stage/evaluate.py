@@ -45,7 +45,7 @@ def pass_metrics(graded: Sequence[Graded], verdicts: np.ndarray, pass_reward: fl
   """Returns pass@k by the verdicts, and pass@k/NAME by each reward.
 
   Prompts with a sample that has no verdict are left out and counted. pass@k/NAME also leaves out prompts that the
-  reward NAME does not apply to. The only reward being a reward model's, both need an `eval.pass_reward`.
+  reward NAME does not apply to. If a reward model is the only reward, both need an `eval.pass_reward`.
 
   Args:
     graded: results of N prompts.
