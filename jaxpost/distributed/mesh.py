@@ -20,26 +20,11 @@ BATCH_AXES = ('data', 'fsdp', 'expert')
 # Training gathers the weights of each layer over fsdp when it uses the layer. Sampling would pay for that at every
 # token, so it splits weights over tensor only. In both, experts are split over the axis expert, and tokens are
 # dispatched to them (models/moe.py). Training also splits all other parameters over that axis, as over fsdp.
+_IN_BOTH = {'vocab': 'tensor', 'heads': 'tensor', 'kv_heads': 'tensor', 'mlp': 'tensor', 'expert': 'expert'}
 RULES = {
-  'train': {
-    'batch': BATCH_AXES,
-    'embed': ('fsdp', 'expert'),
-    'vocab': 'tensor',
-    'heads': 'tensor',
-    'kv_heads': 'tensor',
-    'mlp': 'tensor',
-    'expert': 'expert',
-    'time': 'context',
-  },
-  'rollout': {
-    'batch': BATCH_AXES,
-    'slots': (*BATCH_AXES, 'tensor'),  # where each device needs the full vocabulary of a few
-    'vocab': 'tensor',
-    'heads': 'tensor',
-    'kv_heads': 'tensor',
-    'mlp': 'tensor',
-    'expert': 'expert',
-  },
+  'train': {'batch': BATCH_AXES, 'embed': ('fsdp', 'expert'), **_IN_BOTH, 'time': 'context'},
+  # Each device needs the full vocabulary of a few slots.
+  'rollout': {'batch': BATCH_AXES, 'slots': (*BATCH_AXES, 'tensor'), **_IN_BOTH},
 }
 
 
