@@ -71,42 +71,37 @@ class Ledger:
     self.sealed = True
 
 
+@dataclasses.dataclass(eq=False)
 class Program:
   """A jitted function that is compiled once per set of argument shapes and shardings.
 
-  Args:
+  Attributes:
     name: the name in the plan table and in profiles.
     fn: function of arrays only; everything static is closed over.
-    donate: positions of arguments whose buffers the outputs may reuse.
     out_shardings: as for `jax.jit`, or a function from the shapes of the outputs to their shardings.
+    donate: positions of arguments whose buffers the outputs may reuse.
     flops: arguments -> analytic FLOPs of a call (XLA's own count includes the body of a loop only once).
     calls_per_step: how often the enclosing operation calls this program.
     read: cache entries of a slot that decoding attends to; 0: those that are filled.
   """
 
-  def __init__(
-    self,
-    name: str,
-    fn: Callable,
-    ledger: Ledger,
-    out_shardings,
-    *,
-    donate: tuple[int, ...] = (),
-    flops: Callable | None = None,
-    calls_per_step: int = 1,
-    read: int = 0,
-  ):
-    self.name, self._calls_per_step, self._read = name, calls_per_step, read
-    self._fn, self._donate, self._out = fn, donate, out_shardings
-    self._ledger, self._flops = ledger, flops
-    self._compiled: dict[Any, Callable] = {}
+  name: str
+  fn: Callable
+  ledger: Ledger
+  out_shardings: Any
+  _: dataclasses.KW_ONLY
+  donate: tuple[int, ...] = ()
+  flops: Callable | None = None
+  calls_per_step: int = 1
+  read: int = 0
+  _compiled: dict[Any, Callable] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
   def __call__(self, *args):
     return self.compile(*args)(*args)
 
   def compile(self, *args: Any) -> Callable:
     """Compiles for arrays or `jax.ShapeDtypeStruct`s (with shardings), and returns the compiled function."""
-    if self._ledger.only and self.name not in self._ledger.only:
+    if self.ledger.only and self.name not in self.ledger.only:
       return self.outputs
     leaves, tree = jax.tree.flatten(args)
     key = tree, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
@@ -117,19 +112,19 @@ class Program:
       self._compiled[key] = lambda *args: without_shards
     if key not in self._compiled:
       start = time.perf_counter()
-      with self._ledger.begin(self.name):
+      with self.ledger.begin(self.name):
         abstract = jax.tree.map(_abstract, args)
-        jitted = jax.jit(self._fn, donate_argnums=self._donate, out_shardings=self._shardings(abstract))
+        jitted = jax.jit(self.fn, donate_argnums=self.donate, out_shardings=self._shardings(abstract))
         try:
-          compiled = jitted.lower(*abstract).compile(options(leaves, self._ledger.options))
+          compiled = jitted.lower(*abstract).compile(options(leaves, self.ledger.options))
         except jax.errors.JaxRuntimeError as error:  # XLA for TPUs compiles no program that is too large
           if needed := re.search(r'RESOURCE_EXHAUSTED.*?(?:temporaries \(|Used )([\d.]+)G', str(error)):
             raise TooLargeError(self.name, int(float(needed[1]) * 2**30), ', more than XLA compiles for') from error
           raise
-      flops = self._flops(*args) if self._flops else None
+      flops = self.flops(*args) if self.flops else None
       seconds = time.perf_counter() - start
-      self._ledger.add(self.name, args, seconds, compiled, flops, calls=self._calls_per_step, read=self._read)
-      self._compiled[key] = self.outputs if self._ledger.dry else compiled
+      self.ledger.add(self.name, args, seconds, compiled, flops, calls=self.calls_per_step, read=self.read)
+      self._compiled[key] = self.outputs if self.ledger.dry else compiled
     return self._compiled[key]
 
   def _elsewhere(self, args) -> bool:
@@ -141,7 +136,7 @@ class Program:
   def outputs(self, *args: Any) -> Any:
     """Returns the outputs as `jax.ShapeDtypeStruct`s with shardings, to compile programs that take them."""
     abstract = jax.tree.map(_abstract, args)
-    shapes = jax.eval_shape(self._fn, *abstract)
+    shapes = jax.eval_shape(self.fn, *abstract)
     shardings = self._shardings(abstract)
     return jax.tree.map(
       lambda s, part: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), part),
@@ -150,7 +145,8 @@ class Program:
     )
 
   def _shardings(self, abstract):
-    return self._out(jax.eval_shape(self._fn, *abstract)) if callable(self._out) else self._out
+    out = self.out_shardings
+    return out(jax.eval_shape(self.fn, *abstract)) if callable(out) else out
 
 
 def options(arguments: Sequence[Any], of_run: dict | None = None) -> dict | None:
