@@ -10,6 +10,7 @@ which does not depend on batch size, processes or mesh. `shared_rows.py` makes t
 from __future__ import annotations
 
 import collections
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
@@ -87,6 +88,7 @@ def check_position(state: Mapping[str, Any], identity: Mapping[str, int]) -> Non
       )
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class PackedStream:
   """An endless iterator of (Batch [B, T], info), resumable at each batch.
 
@@ -96,65 +98,54 @@ class PackedStream:
   attends to), `documents` (in this batch), `truncated` and `dropped` (of the windows that this batch begins), `epochs`
   (documents of the stream up to the end of this batch / rows) and, with several sources, the documents in it of source
   n from 0, `data/<n>/documents`.
+
+  Attributes:
+    examples_fn: row number -> Example, or None for a dropped one; pure, called in the thread.
+    seed: of the order.
+    shuffle: False keeps the documents in file order.
+    window: W; 0 is replaced by as many documents as fill about 64 rows.
+    packing: False gives each document a row of its own.
+    overlong: what to do with documents above T tokens: 'truncate', 'drop' or 'error'. A document without a trained
+      token, truncated or not, is dropped.
+    where: row number -> its place, for errors.
+    per: how weights are normalized, see `packing.to_batch`.
+    sizes, weights: rows and weight of each source, see `order`.
   """
 
-  def __init__(
-    self,
-    examples_fn: Callable[[int], Example | None],
-    num_rows: int,
-    *,
-    batch_size: int,
-    row_length: int,
-    seed: int,
-    shuffle: bool = True,
-    window: int = 0,
-    packing: bool = True,
-    overlong: str = 'truncate',
-    where: Callable[[int], str] | None = None,
-    per: str = 'token',
-    sizes: Sequence[int] = (),
-    weights: Sequence[float] = (),
-  ):
-    """Sets the stream to its start.
+  examples_fn: Callable[[int], Example | None]
+  num_rows: int
+  _: dataclasses.KW_ONLY
+  batch_size: int
+  row_length: int
+  seed: int
+  shuffle: bool = True
+  window: int = 0
+  packing: bool = True
+  overlong: str = 'truncate'
+  where: Callable[[int], str] = 'row {}'.format
+  per: str = 'token'
+  sizes: Sequence[int] = ()
+  weights: Sequence[float] = ()
 
-    Args:
-      examples_fn: row number -> Example, or None for a dropped one; pure, called in the thread.
-      seed: of the order.
-      shuffle: False keeps the documents in file order.
-      window: W; 0 for as many documents as fill about 64 rows.
-      packing: False gives each document a row of its own.
-      overlong: what to do with documents above T tokens: 'truncate', 'drop' or 'error'. A document without a trained
-        token, truncated or not, is dropped.
-      where: row number -> its place, for errors.
-      per: how weights are normalized, see `packing.to_batch`.
-      sizes, weights: rows and weight of each source, see `order`.
-    """
-    if overlong not in _OVERLONG:
-      raise InputError(f'overlong={overlong!r} is none of {", ".join(_OVERLONG)}')
-    if batch_size < 1 or row_length < 2:
-      raise InputError(f'batch_size={batch_size} must be at least 1 and row_length={row_length} at least 2')
-    self._examples_fn = examples_fn
-    self._order = order(num_rows, seed, shuffle, sizes, weights)
-    self._num_rows = num_rows
-    self._batch_size = batch_size
-    self._row_length = row_length
-    self._packing = packing
-    self._overlong = overlong
-    self._where = where or 'row {}'.format
-    self._per = per
-    self._stops = np.cumsum(sizes) if len(sizes) > 1 else ()
-    self._window = window or self._choose_window()
-    self._seed = seed
+  def __post_init__(self) -> None:
+    """Sets the stream to its start."""
+    if self.overlong not in _OVERLONG:
+      raise InputError(f'overlong={self.overlong!r} is none of {", ".join(_OVERLONG)}')
+    if self.batch_size < 1 or self.row_length < 2:
+      raise InputError(f'batch_size={self.batch_size} must be at least 1 and row_length={self.row_length} at least 2')
+    self._order = order(self.num_rows, self.seed, self.shuffle, self.sizes, self.weights)
+    self._stops = np.cumsum(self.sizes) if len(self.sizes) > 1 else ()
+    self.window = self.window or self._choose_window()
     # All that a position (window, row) depends on: `restore` refuses the state of another stream.
     self._identity = {
-      'num_rows': num_rows,
-      'row_length': row_length,
-      'seed': seed,
-      'shuffle': int(shuffle),
-      'packing': int(packing),
-      'overlong': _OVERLONG.index(overlong),
-      'window_size': self._window,
-      **identity_of_mixture(sizes, weights),
+      'num_rows': self.num_rows,
+      'row_length': self.row_length,
+      'seed': self.seed,
+      'shuffle': int(self.shuffle),
+      'packing': int(self.packing),
+      'overlong': _OVERLONG.index(self.overlong),
+      'window_size': self.window,
+      **identity_of_mixture(self.sizes, self.weights),
     }
     self._position = (0, 0)
     self._thread: futures.ThreadPoolExecutor | None = None
@@ -201,12 +192,12 @@ class PackedStream:
 
   def _choose_window(self) -> int:
     """Returns the W that fills about 64 rows, estimated from the lengths of the first documents."""
-    if not self._packing:
-      return min(self._num_rows, 256)
-    examples = (self._examples_fn(self._order[i]) for i in range(min(64, self._num_rows)))
+    if not self.packing:
+      return min(self.num_rows, 256)
+    examples = (self.examples_fn(self._order[i]) for i in range(min(64, self.num_rows)))
     lengths = [len(example.tokens) for example in examples if example]
-    mean = float(np.clip(np.mean(lengths), 1, self._row_length)) if lengths else 1.0
-    return int(np.clip(64 * self._row_length / mean, 64, 1 << 16))
+    mean = float(np.clip(np.mean(lengths), 1, self.row_length)) if lengths else 1.0
+    return int(np.clip(64 * self.row_length / mean, 64, 1 << 16))
 
   def _batches(self, window: int, row: int) -> Iterator[tuple[Batch, dict, tuple[int, int]]]:
     """Yields (batch, info, position after the batch) from a position on."""
@@ -217,20 +208,20 @@ class PackedStream:
       packed, window_counts = self._packed_window(window)
       if row == 0:
         counts = {name: n + window_counts[name] for name, n in counts.items()}
-      unused = 0 if packed else unused + self._window
-      if unused >= self._num_rows:
+      unused = 0 if packed else unused + self.window
+      if unused >= self.num_rows:
         raise InputError(
-          f'data: none of the {self._num_rows} documents has a trained'
-          f' token within {self._row_length} tokens; raise row_length, or change data.map if it drops them all'
+          f'data: none of the {self.num_rows} documents has a trained'
+          f' token within {self.row_length} tokens; raise row_length, or change data.map if it drops them all'
         )
       while row < len(packed):
-        take = self._batch_size - len(rows)
+        take = self.batch_size - len(rows)
         rows += packed[row : row + take]
         row = min(row + take, len(packed))
-        if len(rows) == self._batch_size:
+        if len(rows) == self.batch_size:
           # The end of a window is the start of the next.
           position = (window, row) if row < len(packed) else (window + 1, 0)
-          documents = (window + row / len(packed)) * self._window
+          documents = (window + row / len(packed)) * self.window
           yield self._finish(rows, counts, documents) + (position,)
           rows, counts = [], {'truncated': 0, 'dropped': 0}
       window, row = window + 1, 0
@@ -244,7 +235,7 @@ class PackedStream:
       'tokens': tokens,
       'mean_context': context / max(tokens, 1),
       'documents': sum(map(len, rows)),
-      'epochs': documents / self._num_rows,
+      'epochs': documents / self.num_rows,
       **counts,
       **{f'data/{n}/documents': int((sources == n).sum()) for n in range(len(self._stops))},
     }
@@ -253,25 +244,25 @@ class PackedStream:
   def _build(self, rows: list[PackedRow]) -> tuple[Batch, int, float]:
     """Returns the batch of these rows, its number of tokens, and the sum over tokens of those each attends to."""
     examples = [[example for _, example in row] for row in rows]
-    batch = packing_lib.to_batch(examples, self._row_length, self._batch_size, per=self._per)
+    batch = packing_lib.to_batch(examples, self.row_length, self.batch_size, per=self.per)
     contexts = (batch.positions + 1)[batch.segment_ids > 0]
     return batch, len(contexts), contexts.sum().item()
 
   def _packed_window(self, window: int) -> tuple[list[PackedRow], dict[str, int]]:
     """Packs the documents of a window; counts those truncated and those dropped."""
     kept, counts = self._documents(window)
-    if not self._packing:
+    if not self.packing:
       return [[document] for document in kept], counts
-    rows = packing_lib.pack_examples([example for _, example in kept], self._row_length)
+    rows = packing_lib.pack_examples([example for _, example in kept], self.row_length)
     # Packing sorts documents by length, which would bias the batches: shuffle the rows.
-    shuffled = np.random.default_rng((self._seed, window)).permutation(len(rows))
+    shuffled = np.random.default_rng((self.seed, window)).permutation(len(rows))
     return [[kept[i] for i in rows[r]] for r in shuffled], counts
 
   def _documents(self, window: int, part: slice = slice(None)) -> tuple[PackedRow, dict[str, int]]:
     """Renders the documents of a window, or a part of them; counts those truncated and those dropped."""
-    numbers = [self._order[i] for i in range(window * self._window, (window + 1) * self._window)[part]]
+    numbers = [self._order[i] for i in range(window * self.window, (window + 1) * self.window)[part]]
     # Files are read fastest in their own order.
-    examples = {row: self._examples_fn(row) for row in sorted(set(numbers))}
+    examples = {row: self.examples_fn(row) for row in sorted(set(numbers))}
     kept, counts = [], {'truncated': 0, 'dropped': 0}
     for row in numbers:
       fitted = self.fitted(row, examples[row])
@@ -284,11 +275,11 @@ class PackedStream:
 
   def fitted(self, row: int, example: Example | None) -> Example | None:
     """Returns the Example of a row of the data cut to at most T tokens, as it is packed; None if it is dropped."""
-    if example is not None and len(example.tokens) > self._row_length:
-      if self._overlong == 'error':
+    if example is not None and len(example.tokens) > self.row_length:
+      if self.overlong == 'error':
         raise InputError(
-          f'{self._where(row)}: has {len(example.tokens)} tokens, row_length is {self._row_length}; raise it or set '
+          f'{self.where(row)}: has {len(example.tokens)} tokens, row_length is {self.row_length}; raise it or set '
           "overlong='truncate' or 'drop'"
         )
-      example = example.cut(self._row_length) if self._overlong == 'truncate' else None
+      example = example.cut(self.row_length) if self.overlong == 'truncate' else None
     return example if example is not None and example.trained.any() else None

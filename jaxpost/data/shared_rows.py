@@ -87,7 +87,7 @@ class SharedStream(loader.PackedStream):
     placed = place(dataclasses.replace(like, tokens=np.broadcast_to(numbers, like.tokens.shape))).tokens
     self._local_rows = {int(n) - 1 for shard in placed.addressable_shards for n in np.unique(shard.data) if n}
     self._like = like
-    self._windows_per_exchange = max(1, self._batch_size // _WINDOW_ROWS)  # about one exchange per batch
+    self._windows_per_exchange = max(1, self.batch_size // _WINDOW_ROWS)  # about one exchange per batch
     self._channel: Channel | None = None
     self._known: dict[int, tuple[list, dict]] = {}  # window -> [(row of the data, Facts)] and counts
     self._rendered: dict[int, Example] = {}  # row of the data -> the Example that this process has rendered
@@ -121,12 +121,12 @@ class SharedStream(loader.PackedStream):
   def _measure(self, windows: range) -> bytes:
     """Renders this process's share of each window, and returns its facts and counts as a line of JSON."""
     index, count = self._channel.index, self._channel.count
-    share = slice(self._window * index // count, self._window * (index + 1) // count)
+    share = slice(self.window * index // count, self.window * (index + 1) // count)
     rendered = [super(SharedStream, self)._documents(window, share) for window in windows]
     self._rendered = {number: example for kept, _ in rendered for number, example in kept}
     measured = []
     for kept, counts in rendered:
-      measured.append(([(int(number), *facts_of(example, self._per)) for number, example in kept], counts))
+      measured.append(([(int(number), *facts_of(example, self.per)) for number, example in kept], counts))
     return json.dumps(measured).encode() + b'\n'
 
   def _joined(self, parts: list) -> tuple[list, dict[str, int]]:
@@ -141,17 +141,17 @@ class SharedStream(loader.PackedStream):
     batch = jax.tree.map(np.zeros_like, self._like)
     if self._local_rows:
       packed = [[examples[number] for number, _ in row] for row in local_rows]
-      batch = packing.to_batch(packed, self._row_length, self._batch_size, normalize=False, per=self._per)
+      batch = packing.to_batch(packed, self.row_length, self.batch_size, normalize=False, per=self.per)
     facts = [facts for row in rows for _, facts in row]
     batch = self._divided(batch, np.sum([f.totals for f in facts], axis=0))
     return batch, sum(f.length for f in facts), sum(f.context for f in facts)
 
   def _render(self, number: int, length: int) -> Example:
-    example = self.fitted(number, self._rendered.get(number) or self._examples_fn(number))
+    example = self.fitted(number, self._rendered.get(number) or self.examples_fn(number))
     if example is None or len(example.tokens) != length:
       here = len(example.tokens) if example is not None else 0
       raise InputError(
-        f'{self._where(number)}: has {here} tokens here and {length} on another process; give all processes the same '
+        f'{self.where(number)}: has {here} tokens here and {length} on another process; give all processes the same '
         'files'
       )
     return example
@@ -169,9 +169,9 @@ class SharedStream(loader.PackedStream):
       )
     fields, arrays = fields | local_fields, arrays | batch.arrays
     fields['loss_weights'] = packing.divided(batch.loss_weights, totals[0])
-    if self._per == 'pair':
+    if self.per == 'pair':
       arrays['nll_weights'] = packing.divided(arrays['nll_weights'], totals[1])
-    if self._per == 'label':
+    if self.per == 'label':
       good = np.where(arrays['label'] > 0, arrays['label_weights'], 0)
       bad = np.where(arrays['label'] < 0, arrays['label_weights'], 0)
       arrays['label_weights'] = packing.divided(good, totals[1]) + packing.divided(bad, totals[2])
