@@ -8,6 +8,7 @@ while it is watched. No clocks are compared.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import pathlib
@@ -22,11 +23,6 @@ from etils import epath
 
 from jaxpost.errors import InputError
 from jaxpost.storage import object_store
-
-try:
-  import fcntl
-except ImportError:  # Windows
-  fcntl = None  # type: ignore[assignment]
 
 NAME = 'lock.json'
 BEAT_S = 10.0  # seconds between two heartbeats of the holder
@@ -121,7 +117,7 @@ class RunLock:
       return
     with file or contextlib.nullcontext():
       try:
-        if file and fcntl:
+        if file:
           fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
       except BlockingIOError:
         time.sleep(_SETTLE_S[False])
