@@ -140,17 +140,14 @@ def _without_adapters(cfg: ModelConfig | CustomConfig) -> Model:
       )
     return from_code(cfg.code)
 
-  def bind(fn):
-    return functools.partial(fn, cfg=cfg)
-
   return Model(
     config=cfg,
     table=transformer.param_table(cfg),
-    forward=bind(transformer.forward),
+    forward=functools.partial(transformer.forward, cfg=cfg),
     head=None if cfg.num_labels else head,
-    init=bind(init),
-    prefill=bind(_prefill),
-    decode=bind(_decode),
+    init=functools.partial(init, cfg=cfg),
+    prefill=functools.partial(_prefill, cfg=cfg),
+    decode=functools.partial(_decode, cfg=cfg),
     values=values if cfg.num_labels or 'value' in cfg.more_heads else None,
   )
 
