@@ -208,7 +208,6 @@ def test_secondary_process_writes_nothing(tmp_path, capsys):
     writer.start_stage('sft', 2)
     writer.write(1, 'train', {'loss': 1.0})
     writer.samples(1, [{}])
-    writer.warn(1, 'x', 'text')
     writer.flush()
   assert not (tmp_path / 'run').exists()
   assert capsys.readouterr().out == ''
@@ -545,15 +544,16 @@ def test_warnings_printed_once_and_kept_by_a_resume(tmp_path):
   writer, out = make_writer(tmp_path / 'whole')
   with writer:
     writer.start_stage('sft', 5)
-    writer.warn(1, 'mine', 'slow [b]disk')
-    writer.warn(2, 'mine', 'slow [b]disk')
+    for step in (1, 2):
+      writer.write(step, 'train', {'failed_groups': 1, 'groups': 2}, error='slow [b]disk')
     writer.start_stage('grpo', 20)
     write_steps(writer, 1, 20)
   text = out.getvalue()
   assert text.count('note: a loss near 0 is expected') == 1
   assert text.count('warning: grpo step 13: 95% of groups') == 1
-  assert text.count('warning: sft step 1: slow [b]disk') == 1
-  assert [(w['kind'], w['count']) for w in writer.alerts.warnings] == [('mine', 2), ('flat', 8)]
+  assert len(re.findall(r'warning: sft step 1: the reward of 1 of 2 groups failed .*slow \[b\]disk', text)) == 1
+  assert text.count('slow [b]disk') == 1
+  assert [(w['kind'], w['count']) for w in writer.alerts.warnings] == [('failed', 2), ('flat', 8)]
   for first, last in ((1, 15), (11, 20)):
     writer, out = make_writer(tmp_path / 'cut')
     with writer:

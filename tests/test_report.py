@@ -180,7 +180,7 @@ def test_hostile_text_is_escaped_in_page_and_terminal(tmp_path):
     writer.write(1, HOSTILE[:-1], {'loss': 1.0, f'[red]{HOSTILE}': 1.0})
     for step in (0, 2):
       writer.samples(step, [row, row | {'prompt': 'plain', 'reward': None}])
-    writer.warn(1, 'kind', HOSTILE)
+    writer.write(2, 'train', {'failed_groups': 1, 'groups': 2}, error=HOSTILE)
   report.summary(tmp_path, {f'{HOSTILE}/{stage}': 1.0, f'x/{stage}': HOSTILE}, writer.alerts.warnings)
   (tmp_path / 'config.json').write_text(json.dumps({HOSTILE: [HOSTILE]}))
   (tmp_path / 'plan.json').write_text(json.dumps([{HOSTILE: HOSTILE, 'programs': [{HOSTILE: HOSTILE}]}]))

@@ -84,7 +84,7 @@ class Alerts:
     self._best_reward: dict[str, float] = {}
     self._first_kl: dict[str, float] = {}
 
-  def add(self, stage: str, step: int, kind: str, text: str, every: int = 0) -> bool:
+  def add(self, stage: str, step: int, kind: str, text: str, every: int) -> bool:
     """Counts a warning; returns whether to print it: the first of its kind and stage, or `every` steps later."""
     is_due = not every or step >= self._printed.get((stage, kind), -every) + every
     if is_due:

@@ -222,11 +222,6 @@ class MetricsWriter(contextlib.AbstractContextManager):
   def __exit__(self, *_):
     self.close()
 
-  def warn(self, step: int, kind: str, text: str) -> None:
-    """Prints a warning once per kind and stage; counts it every time."""
-    if self.alerts.add(self._stage, step, kind, text) and self._primary:
-      self._board.warn(step, text)
-
   def note(self, text: str) -> None:
     """Prints a note once per stage, on something that no metric shows."""
     if self._primary and text[:40] not in self._noted:
