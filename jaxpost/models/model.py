@@ -260,7 +260,7 @@ def adopt(params: dict, theirs: Model, model: Model, layout: Layout, dtype: Any,
   for i, (path, spec) in enumerate(model.table.items()):
     sharding = layout.sharding(spec.axes, spec.shape)
     if path in converted:
-      value = in_type(converted[path], spec.dtype or dtype)
+      value = converted[path].astype(spec.dtype or dtype)  # the same array if it has that type
       out[path] = jax.device_put(value, sharding) if model.quantized else value
       continue
     value = np.zeros(spec.shape)  # of a scalar head
@@ -270,8 +270,3 @@ def adopt(params: dict, theirs: Model, model: Model, layout: Layout, dtype: Any,
       value = np.asarray(lora.fresh(i, spec, key))
     out[path] = jax.device_put(value.astype(spec.dtype or dtype), sharding)
   return nest(out)
-
-
-def in_type(x: jax.Array, dtype: Any) -> jax.Array:
-  """Returns the array in the type `dtype`; the array itself if it already has that type."""
-  return x if x.dtype == dtype else x.astype(dtype)

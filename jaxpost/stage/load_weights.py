@@ -69,19 +69,18 @@ def _load_without_base(
   keep = functools.partial(model_lib.convert, theirs=plain, model=model)
   if folder is not None:
     return keep(read_checkpoint(folder, source.step, plain, layout, dtype, partial=source.base is not None))
+  if source.folder is None:
+    return programs.random_params(model, seed, jnp.dtype(dtype), shardings, ledger or Ledger())
+  from jaxpost.programs.weight_files import write_piece
+
   if source.base is not None:
     from jaxpost.formats import peft
-    from jaxpost.programs import weight_files
 
-    return peft.load(source.folder, model, shardings, weight_files.write_piece)
-  if source.folder is not None:  # tensor by tensor: `keep` quantizes each before the next is read
-    from jaxpost.formats import hf
-    from jaxpost.programs import weight_files
+    return peft.load(source.folder, model, shardings, write_piece)
+  from jaxpost.formats import hf
 
-    stored_shardings = plain.shardings(layout)
-    write = weight_files.write_piece
-    return hf.load_params(source.folder, plain, stored_shardings, jnp.dtype(dtype), keep, write=write)
-  return programs.random_params(model, seed, jnp.dtype(dtype), shardings, ledger or Ledger())
+  # Tensor by tensor: `keep` quantizes each before the next is read.
+  return hf.load_params(source.folder, plain, plain.shardings(layout), jnp.dtype(dtype), keep, write=write_piece)
 
 
 def described(model: Model, layout: Layout, dtype: str, keep: Collection[str] | None = None) -> dict:
@@ -104,7 +103,7 @@ def read_checkpoint(
     targets = flatten(described(model, layout, dtype, saved_dtypes if partial else None))
     stored = {path: x.update(dtype=saved_dtypes.get(path, x.dtype)) for path, x in targets.items()}
     params = flatten(checkpointer.restore_params(nest(stored), step, at=at))
-    return nest({path: model_lib.in_type(params[path], x.dtype) for path, x in targets.items()})
+    return nest({path: params[path].astype(x.dtype) for path, x in targets.items()})
 
 
 def make_meta(inputs: Inputs, workdir: epath.PathLike) -> dict:
