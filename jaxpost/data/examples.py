@@ -123,30 +123,27 @@ def warn_unseen(examples: Iterable[Example | None]) -> None:
     )
 
 
+@dataclasses.dataclass(eq=False)
 class Documents:
   """A sequence of Examples with precomputed arrays (reference log-probs, teacher top-k).
 
   Before `fill` the arrays are zeros of the right shapes, so that batches have their final form before a device is used.
 
   Attributes:
-    fields: {name: (shape after [T], dtype)} of the arrays.
+    plain: number -> Example without the arrays; None for a row that a map drops.
+    size: N.
+    fields: {name: (shape after [T], dtype)} of the arrays; None for no arrays.
   """
 
-  def __init__(self, plain: Callable, size: int, fields: Mapping | None = None):
-    """See the class.
-
-    Args:
-      plain: number -> Example without the arrays; None for a row that a map drops.
-      fields: see the attribute; None for no arrays.
-    """
-    self.plain = plain
-    self.fields = dict(fields or {})
-    self._size = size
-    self._starts = np.zeros(0, np.int64)  # [N + 1] once filled: where the values of a document begin in `_values`
-    self._values: dict[str, np.ndarray] = {}  # name -> [S, ...]
+  plain: Callable
+  size: int
+  fields: Mapping | None = None
+  # [N + 1] once filled: where the values of a document begin in `_values`
+  _starts: np.ndarray = dataclasses.field(init=False, repr=False)
+  _values: dict[str, np.ndarray] = dataclasses.field(default_factory=dict, init=False, repr=False)  # name -> [S, ...]
 
   def __len__(self) -> int:
-    return self._size
+    return self.size
 
   def __getitem__(self, number: int) -> Example | None:
     example = self.plain(number)
