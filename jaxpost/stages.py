@@ -166,7 +166,7 @@ def _begin(
 
       resumed_run.remove_drafts(workdir)
       lines += resumed_run.changed_code(workdir, facts['files'])
-    start_lib.keep(workdir, facts)
+    object_store.add_line(workdir / start_lib.FILE, json.dumps(facts))
     for line in lines:
       console.out(line, highlight=False)
 

@@ -29,7 +29,7 @@ from jaxpost.programs import compile as compile_lib
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import epochs, json_schema, optim, prepare, resumed_run
 from jaxpost.stage.schema import OptimSection
-from jaxpost.storage import manifest
+from jaxpost.storage import manifest, object_store
 from jaxpost.tools import chat, completions, inference, preview_stage
 from jaxpost.tools.working import working
 from launch import yaml_config
@@ -509,8 +509,8 @@ def test_start_lines_name_version_seed_devices_steps_and_rows(tmp_path):
     'seed': 3,
     'stages': {'sft': dict(steps=9, rows=1200, tokens_per_epoch=5e4, batch='2 rows', epochs=1.5)},
   }
-  start.keep(tmp_path, facts)
-  start.keep(tmp_path, facts)
+  for _ in range(2):
+    object_store.add_line(tmp_path / start.FILE, json.dumps(facts))
   assert [row['seed'] for row in metrics.read_growing(tmp_path / start.FILE)] == [3, 3]
   many_epochs = facts | {'stages': {'dpo': facts['stages']['sft'] | {'epochs': 6400.0}}}
   assert start.lines(many_epochs)[1].endswith(', 6400 epochs (config.train.epochs sets it)')

@@ -1,4 +1,4 @@
-"""Describes the start of a run (versions, devices, commit, data, seed), prints it, and keeps it in starts.jsonl.
+"""Describes the start of a run (versions, devices, commit, data, seed), for the console and starts.jsonl.
 
 Each start and each resume of a run adds an object to WORKDIR/starts.jsonl, which the report shows. Nothing in a run
 depends on it.
@@ -11,7 +11,6 @@ import datetime
 import functools
 import hashlib
 import importlib.metadata
-import json
 import os
 import pathlib
 import platform
@@ -24,7 +23,6 @@ import jax
 from etils import epath
 
 from jaxpost.monitor.metrics import short_number
-from jaxpost.storage import object_store
 
 FILE = 'starts.jsonl'
 _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'transformers')
@@ -111,8 +109,3 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
       text += ' (config.train.epochs sets it)' if stage['epochs'] > 100 else ''
     out += [text] + [f'{name}: {note}' for note in stage.get('notes', ())]
   return out
-
-
-def keep(workdir: epath.PathLike, facts: Mapping[str, Any]) -> None:
-  """Adds a start to WORKDIR/starts.jsonl."""
-  object_store.add_line(epath.Path(workdir) / FILE, json.dumps(facts))
