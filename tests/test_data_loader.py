@@ -168,6 +168,20 @@ def test_resume_into_another_batch_size_loses_no_row():
   assert resumed == rows
 
 
+def test_resume_keeps_the_windows_of_the_run_where_other_lengths_would_choose_others():
+  longer = make(documents=uneven, window=0)
+  shorter = make(documents=lambda row: uneven(row).cut(4), window=0)
+  assert shorter.state()['window_size'] != longer.state()['window_size']
+  list(take(longer, 3))
+  longer.close()
+  shorter.restore(longer.state())
+  assert shorter.state() == longer.state()
+  [(batch, info)] = take(shorter, 1)
+  assert info['tokens'] == (batch.segment_ids > 0).sum() > 0
+  shorter.close()
+  assert shorter.state()['window_size'] == longer.state()['window_size']
+
+
 def test_restore_in_a_running_stream_goes_back():
   stream = make()
   start = stream.state()

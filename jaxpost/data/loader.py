@@ -170,7 +170,9 @@ class PackedStream:
     return {'window': window, 'row': row, **self._identity}
 
   def restore(self, state: dict[str, int]) -> None:
-    """Continues at a position that `state` has returned, with any batch size."""
+    """Continues at a position that `state` has returned, with its windows and any batch size."""
+    # The size of windows is an estimate from lengths, which a map that draws random numbers changes.
+    self._window = self._identity['window_size'] = state.get('window_size', self._window)
     check_position(state, self._identity)
     self.close()
     self._position = (state['window'], state['row'])
