@@ -17,6 +17,7 @@ from jaxpost.monitor import start
 from jaxpost.monitor.metrics import read_growing
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import load_weights, prepare
+from jaxpost.stage.schema import CHANGEABLE
 from jaxpost.storage import object_store
 from jaxpost.storage.manifest import finished_steps
 
@@ -55,7 +56,9 @@ def check_config(workdir: epath.Path, configs: dict, console: rich.console.Conso
         console.out(f'config.{key} of {name}: {old!r} in {path}, now {new!r}', highlight=False)
     for key in changes if name in begun else ():
       old, new = changes[key]
-      _refuse(workdir, name, key, old, new, is_newest=name == begun[-1], last_step=saved_steps[name][0])
+      is_newest = name == begun[-1]  # an earlier stage trains no more
+      if not (is_newest and key in config.save.allow_changes):
+        _refuse(workdir, name, key, old, new, is_newest=is_newest, last_step=saved_steps[name][0])
 
 
 def _refuse(workdir: epath.Path, stage: str, key: str, old: Any, new: Any, is_newest: bool, last_step: int) -> None:
@@ -69,9 +72,10 @@ def _refuse(workdir: epath.Path, stage: str, key: str, old: Any, new: Any, is_ne
       + f'; set it back to {old} or choose another --workdir'
     )
   if not free:
+    allow = f', or allow it by --config.save.allow_changes={key}' if is_newest and key in CHANGEABLE else ''
     raise InputError(
       f'{workdir}: config.{key} of {stage} differs from the run that is being resumed ({old!r}, now {new!r}); '
-      f'set it back or choose another --workdir, where init_from={workdir} starts from its weights'
+      f'set it back or choose another --workdir, where init_from={workdir} starts from its weights{allow}'
     )
 
 

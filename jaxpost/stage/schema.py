@@ -217,14 +217,25 @@ class EvalSection:
   data: EvalDataSection = EvalDataSection()
 
 
+# Fields on which neither the checkpoints of a run nor its position in the data depend.
+CHANGEABLE = (
+  *('optim.lr', 'optim.schedule', 'optim.end_lr', 'optim.warmup_steps', 'optim.warmup_ratio', 'optim.weight_decay'),
+  *('optim.clip_norm', 'critic.lr', 'preference.beta', 'reward'),
+  *('rl.kl_coef', 'rl.clip_low', 'rl.clip_high', 'rl.entropy_coef'),
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class SaveSection:
-  """Checkpoints and the export."""
+  """Checkpoints, what may change when a run resumes, and the export."""
 
   every: int = option(0, 'Steps between checkpoints; 0: at the end only.', lo=0)
   keep: int = option(2, 'Newest checkpoints that are kept.', lo=1)
   keep_best: str = option('', "Evaluation metric by which the best checkpoint is kept, too; '': none.")
   best_mode: str = option('max', 'Whether the largest or smallest keep_best is best.', choices=('max', 'min'))
+  allow_changes: tuple = option(
+    (), 'Fields that a run may change as it resumes, from its next step on.', each=str, choices=CHANGEABLE
+  )
   export: bool = option(True, 'Write a Hugging Face folder to export/ after the last stage.')
 
 
