@@ -221,6 +221,22 @@ def test_dynamic_sampling_and_curriculum_with_stored_rollouts_are_refused(tmp_pa
         sampling_inputs.check_sampling(config, True)
 
 
+@pytest.mark.parametrize('feature', [dict(curriculum='retire'), dict(replay=2)])
+def test_features_that_ask_what_is_right_need_a_threshold_where_a_reward_model_decides(feature):
+  def check(reward='reward_model', pass_reward=1.0, **rl):
+    over = dict(reward=reward, eval=dict(pass_reward=pass_reward), rl=feature | rl, reward_model=dict(path='rm'))
+    (config,) = config_lib.parse(tiny.grpo_config('', **over)).values()
+    sampling_inputs.check_sampling(config, True)
+
+  message = 'the zero of a reward model is arbitrary; set config.eval.pass_reward'
+  with pytest.raises(InputError, match=message):
+    check()
+  with pytest.raises(InputError, match=message):
+    check('exact_match,reward_model', correct_by='reward_model')
+  check(pass_reward=0.7)
+  check('exact_match,reward_model')
+
+
 def test_merged_rounds_keep_the_verdict_of_each_sample():
   first, second = (rollout(2, verdicts=np.array(x)) for x in ([1.0, 0, 0, 1], [0.0, 0, 1, 1]))
   np.testing.assert_array_equal(merging.merge([first, second], [[1], [0, 1]]).verdicts, [0, 1, 0, 0, 1, 1])

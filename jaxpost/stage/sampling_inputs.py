@@ -84,10 +84,16 @@ def check_sampling(config: Config, on_policy: bool, rewards: bool = True) -> Non
     bool(specs and weights) and len(weights) != len(specs),
     f'config.reward_weights: {len(weights)} weights for {len(specs)} rewards; give one each, or ()',
   )
-  correct_by(config, on_policy and REWARD_MODEL in specs)  # raises if config.rl.correct_by names no reward of the stage
+  # Raises if config.rl.correct_by names no reward of the stage.
+  decides = correct_by(config, on_policy and REWARD_MODEL in specs)
   if not on_policy:
     return
   r, rl = config.rollout, config.rl
+  refuse(
+    bool(rl.curriculum or rl.replay) and decides == REWARD_MODEL and config.eval.pass_reward == 1.0,
+    'config.rl.curriculum, rl.replay: need to know which answers are right, and the zero of a reward model is '
+    'arbitrary; set config.eval.pass_reward to the smallest reward of a right answer',
+  )
   refuse(
     bool(config.train_on_rollouts) and bool(rl.dynamic_sampling or rl.curriculum or rl.advantage == 'remax'),
     'config.train_on_rollouts: stored rollouts have neither resampled groups nor greedy answers, and no prompts are '
