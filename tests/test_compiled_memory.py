@@ -8,6 +8,7 @@ layers, that of the whole model follows from the two. Defaults are those chosen 
 import importlib.util
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -109,6 +110,26 @@ def check(recipe, model, device, settings=None):
 def test_defaults_of_recipes_fit_for_gpus(recipe, device):
   """The docstrings of the recipes name one accelerator of 80 GB."""
   check(recipe, 'qwen3_0_6b', device)
+
+
+RECIPES = sorted(path.stem for path in CLONE.glob('configs/*.py') if 'Meant for ' in path.read_text('utf-8'))
+
+
+@needs('jax_cuda13_plugin', 'jax[cuda13]')
+@pytest.mark.nightly
+@pytest.mark.parametrize('recipe', RECIPES)
+def test_all_programs_of_a_recipe_fit_the_gpus_that_its_docstring_names(recipe, tmp_path):
+  """One accelerator of 80 GB or eight, with nothing set. All layers are compiled, which takes minutes."""
+  text = (CLONE / f'configs/{recipe}.py').read_text('utf-8')
+  (number,) = re.findall(r'Meant for (one|eight)\s+accelerators?\s+of\s+80\s+GB', text)
+  gpus = {'one': 1, 'eight': 8}[number]
+  out = tmp_path / 'plan.json'
+  command = ['-m', 'launch.plan', f'--config=configs/{recipe}.py', f'--topology=h100:1x1x{gpus}', f'--out={out}']
+  done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=3000, cwd=CLONE)
+  assert done.returncode == 0, done.stderr[-3000:]
+  for plan in json.loads(out.read_text()):
+    assert plan['fits'] and all(row['fits'] for row in plan['programs']), plan['stage']
+    assert 'update' in {row['program'] for row in plan['programs']}
 
 
 # The shapes of GRPO that are common in the literature.
