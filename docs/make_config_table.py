@@ -51,8 +51,8 @@ override is refused:
 `lora.alpha` without adapters; where they may be of a recipe (`train.batch_size` on-policy, `eval.every` without
 `eval.data.path`, `reward` where no stage samples), a line at the start names them.
 
-Write a tuple as `"--config.stages=('sft', 'grpo')"`, or repeat the flag once for
-each member. `"--config.optim={'lr': 1e-4}"` replaces a whole section: fields that
+Write a tuple of names as `--config.stages=sft,grpo`, any tuple as `"--config.rollout.stop_strings=('a', 'b, c')"`, or
+repeat the flag once for each member. `"--config.optim={'lr': 1e-4}"` replaces a whole section: fields that
 it leaves out have their defaults, or the values of a stage's block.
 
 A config can be YAML, too: `--config=my.yaml` reads nested fields, each value as the type of its

@@ -29,6 +29,7 @@ from jaxpost.stage import field_names
 
 _OVERRIDE = re.compile(r'--?(?P<no>no)?config\.(?P<path>[^=]+)(?P<value>=.*)?', re.DOTALL)
 _SEVERAL = re.compile(r'\s*(\(.*\)|\[.*\])\s*', re.DOTALL)  # a tuple or list
+_NAMES = re.compile(r'[\w.+-]+(,[\w.+-]+)+')  # separated by commas
 YAML_SUFFIXES = ('.yaml', '.yml', '.json')  # JSON is YAML
 _PARSERS = {
   bool: flags.BooleanParser(),
@@ -173,6 +174,8 @@ def _items(path: str, text: str) -> tuple:
   items = _PARSERS[tuple].parse(text)
   if items == (text,) and _SEVERAL.fullmatch(text):
     raise InputError(f"config.{path}: {text} cannot be read; quote each text in it, as in \"('a', 'b')\"")
+  if items == (text,) and _NAMES.fullmatch(text) and not path.endswith('stop_strings'):  # these may have commas
+    return tuple(text.split(','))
   return items
 
 

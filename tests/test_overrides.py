@@ -49,6 +49,9 @@ REACHES_ALL = {
   'boolean by value': ('--config.lora.rslora=true', 'lora.rslora', True),
   'no boolean': ('--noconfig.data.shuffle', 'data.shuffle', False),
   'tuple': ("--config.rollout.stop_strings=('a','b')", 'rollout.stop_strings', ('a', 'b')),
+  'tuple, by commas': ('--config.save.allow_changes=optim.lr,reward', 'save.allow_changes', ('optim.lr', 'reward')),
+  'tuple of numbers': ('--config.reward_weights=1.0,2.5', 'reward_weights', (1.0, 2.5)),
+  'one text with a comma': ('--config.rollout.stop_strings=a,b', 'rollout.stop_strings', ('a,b',)),
   'tuple of one': ('--config.rollout.stop_strings=a', 'rollout.stop_strings', ('a',)),
   'tuple, repeated': (
     '--config.rollout.stop_strings=a --config.rollout.stop_strings=b',
