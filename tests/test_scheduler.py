@@ -391,6 +391,20 @@ def test_stop_string_is_searched_in_last_blocks_only():
   assert sequence.cut_at_stop_string(('bc',), text_of, 158) == 'bc' and text_of(sequence.drawn()[-3:]) == 'abc'
 
 
+def test_stop_string_that_begins_with_a_space_stops_at_the_first_word():
+  """SentencePiece tokenizers leave out the space at the start of a text, and a completion is not one."""
+  words = ['A:', '▁END', '▁x']
+
+  def text_of(ids):
+    return ''.join(words[i] for i in ids).replace('▁', ' ').removeprefix(' ')
+
+  ids = np.array([1, 2], np.int32)
+  sequence = ActiveSequence(Request(np.array([0]), 0), 9, np.array([0]))
+  sequence.blocks = [DrawnTokens(ids, ids, ids, (), (), (), ids)]
+  assert sequence.cut_at_stop_string((' END',), text_of) == ' END'
+  assert sequence.drawn().tolist() == [1]
+
+
 def test_stop_string_before_minimum_length_does_not_stop(engine):
   """The strings lie in one block or in several, and before, across and after the minimum length `least`."""
   whole = {k: c for k, (c,) in serve(engine, requests()).items()}

@@ -138,17 +138,22 @@ class ActiveSequence:
     # A token may be one byte of a character of four, so a string may take four tokens per character.
     reach = 4 * max(map(len, strings)) + new
     # These blocks have enough tokens. Joining all of a long completion after each block would be slow.
-    tokens = np.concatenate([block.tokens for block in self.blocks[-reach - new :]])
-    window = decode(tokens[-reach:])
+    tokens = np.concatenate([self.request.tokens[-1:], *(block.tokens for block in self.blocks[-reach - new :])])
+
+    def added(start: int, end: int) -> str:
+      """Returns the text that tokens[start:end] add to the token before: SentencePiece starts no text with a space."""
+      return decode(tokens[start - 1 : end])[len(decode(tokens[start - 1 : start])) :]
+
+    window = added(max(1, len(tokens) - reach), len(tokens))
     if not any(string in window for string in strings):
       return ''
     # From here on, indices are those in `tokens`, which may lack the beginning of the completion.
     before = len(tokens) - new
-    min_end = min_tokens - sum(len(block.tokens) for block in self.blocks[: -reach - new])
+    min_end = 1 + min_tokens - sum(len(block.tokens) for block in self.blocks[: -reach - new])
     for end in range(max(before, min_end) + 1, len(tokens) + 1):
-      start = max(0, end - reach)
-      text = decode(tokens[start:end])
-      early = decode(tokens[start : max(start, min_end)])  # text of the first `min_tokens`, where no string counts
+      start = max(1, end - reach)
+      text = added(start, end)
+      early = added(start, max(start, min_end))  # text of the first `min_tokens`, where no string counts
       for string in strings:
         # Half a character decodes to something else once its other bytes follow, so the early text is `text` up to
         # where the two agree. A string counts if it ends after that.
