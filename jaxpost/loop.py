@@ -170,8 +170,8 @@ class _Progress:
     if self.skipped >= stage.max_skipped:
       raise DivergedError(
         f'{stage.name}: loss, gradient or updated weights were not finite in about {self.skipped:.0f} steps up to '
-        f'{step}; lower config.optim.lr or inspect the data of those steps (config.optim.max_skipped sets the '
-        f'limit){nonfinite.explain(item, pending.role_metrics, stage.roles)}'
+        f'{step}; lower config.optim.lr (with config.save.allow_changes=optim.lr) or inspect the data of those steps '
+        f'(config.optim.max_skipped sets the limit){nonfinite.explain(item, pending.role_metrics, stage.roles)}'
       )
 
   def evaluate(self, step: int) -> None:

@@ -29,7 +29,7 @@ from jaxpost.stage import field_names
 
 _OVERRIDE = re.compile(r'--?(?P<no>no)?config\.(?P<path>[^=]+)(?P<value>=.*)?', re.DOTALL)
 _SEVERAL = re.compile(r'\s*(\(.*\)|\[.*\])\s*', re.DOTALL)  # a tuple or list
-_NAMES = re.compile(r'[\w.+-]+(,[\w.+-]+)+')  # separated by commas
+_NAMES = re.compile(r'[\w.+-]+(\s*,\s*[\w.+-]+)*,?')  # separated by commas
 YAML_SUFFIXES = ('.yaml', '.yml', '.json')  # JSON is YAML
 _PARSERS = {
   bool: flags.BooleanParser(),
@@ -161,21 +161,26 @@ def _value(raw: dict, path: str, texts: list[str]) -> Any:
     return _literal(path, texts[-1], kind)
   kind = tuple if kind is list else kind
   if kind is tuple:
-    return tuple(x for text in texts for x in _items(path, text))
+    commas = field_names.field_type(field) is tuple and field != 'rollout.stop_strings'  # these may contain one
+    return tuple(x for text in texts for x in _items(path, text, commas))
   try:
     return _PARSERS[kind].parse(texts[-1]) if kind in _PARSERS else texts[-1]
   except ValueError:
     raise InputError(f'config.{path}: want {kind.__name__}, got {texts[-1]!r}') from None
 
 
-def _items(path: str, text: str) -> tuple:
+def _items(path: str, text: str, commas: bool) -> tuple:
+  """Returns the members of a tuple from a flag; with `commas`, names may be separated by commas alone."""
   if not text.strip():  # clears the field
     return ()
-  items = _PARSERS[tuple].parse(text)
+  try:
+    items = _PARSERS[tuple].parse(text)
+  except ValueError:  # of numbers that Python cannot read, as in v1,3b
+    items = (text,)
   if items == (text,) and _SEVERAL.fullmatch(text):
     raise InputError(f"config.{path}: {text} cannot be read; quote each text in it, as in \"('a', 'b')\"")
-  if items == (text,) and _NAMES.fullmatch(text) and not path.endswith('stop_strings'):  # these may have commas
-    return tuple(text.split(','))
+  if commas and items == (text,) and _NAMES.fullmatch(text.strip()):
+    return tuple(re.findall(r'[\w.+-]+', text))
   return items
 
 

@@ -12,8 +12,7 @@ from jaxpost.monitor import metrics
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import field_names
 from jaxpost.stage.schema import CHANGEABLE
-
-PAIRS = 'generated:arithmetic_pairs:max=9,size=64'
+from jaxpost.tools import reproduce
 
 
 @pytest.fixture(scope='module')
@@ -21,8 +20,37 @@ def model(tmp_path_factory):
   return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
 
 
-def few_high(completion_ids, **columns):
-  return [-tiny.low_share([ids])[0] for ids in completion_ids]
+def few_low(completion_ids, **columns):
+  return [-share for share in tiny.low_share(completion_ids)]
+
+
+def other(completion_ids, **columns):
+  return [float(sum(ids) % 3) for ids in completion_ids]
+
+
+METHODS = {
+  'sft': {},
+  # With two updates of a rollout, the second one clips ratios.
+  'grpo': {
+    'algorithm': 'grpo',
+    'reward': (tiny.low_share, other),
+    'train.row_length': 0,
+    'rollout.prompts': 4,
+    'rollout.group_size': 4,
+    'rl.minibatches': 2,
+    'rl.clip_low': 0.01,
+    'rl.clip_high': 0.01,
+  },
+  'ppo': {
+    'algorithm': 'ppo',
+    'reward': tiny.low_share,
+    'train.row_length': 0,
+    'rollout.prompts': 4,
+    'rollout.group_size': 4,
+    'rl.kl_coef': 0.05,
+  },
+  'dpo': {'algorithm': 'dpo', 'data.path': 'generated:arithmetic_pairs:max=9,size=64'},
+}
 
 
 def nested(fields):
@@ -34,78 +62,110 @@ def nested(fields):
   return out
 
 
-def rows_of(workdir):
-  return [row for row in metrics.comparable_rows(workdir / 'metrics.jsonl') if row['split'] == 'train']
+@pytest.fixture(scope='module')
+def begun(model, tmp_path_factory):
+  """begun(method) -> (its config, folder of its first 4 steps, rows of a run that is resumed without a change)."""
+  runs = {}
+
+  def make(method):
+    if method not in runs:
+      folder = tmp_path_factory.mktemp(method)
+      config = tiny.run_config(model, **nested(METHODS[method]))
+      stages.run(tiny.merged(config, nested({'train.steps': 4})), folder / 'old')
+      runs[method] = config, folder / 'old', resume(config, folder / 'old', folder / 'same', {})
+    return runs[method]
+
+  return make
 
 
-def resumed(config, changes, folder):
-  """Returns the rows of a run of 4 steps that is resumed for 3 more, and of one that is resumed with `changes`."""
-  runs = []
-  stages.run(tiny.merged(config, nested({'train.steps': 4})), folder / 'old')
-  for name, changed in (('same', {}), ('changed', changes)):
-    shutil.copytree(folder / 'old', folder / name)
-    allowed = {'train.steps': 7, 'save.allow_changes': tuple(changed)}
-    stages.run(tiny.merged(config, nested(allowed | changed)), folder / name)
-    runs.append(rows_of(folder / name))
-  return runs
+def resume(config, begun, workdir, changes):
+  """Returns the rows of a copy of a run that is resumed for 3 steps with `changes`."""
+  shutil.copytree(begun, workdir)
+  fields = {'train.steps': 7, 'save.allow_changes': tuple(changes)} | changes
+  stages.run(tiny.merged(config, nested(fields)), workdir)
+  rows = metrics.comparable_rows(workdir / 'metrics.jsonl')
+  return [row for row in rows if row['split'] == 'train']
 
 
-def check(same, changed):
-  """Steps of before the change are kept; the first after it has the same samples, and the later ones do not."""
+# Changes, and what the metrics of the first step with the new value are.
+CHANGES = {
+  'sft-lr': ('sft', {'optim.lr': 1e-3}, {'lr': 1e-3}),
+  'sft-schedule': ('sft', {'optim.schedule': 'cosine', 'optim.end_lr': 1e-4}, {}),
+  'sft-warmup_steps': ('sft', {'optim.warmup_steps': 10}, {'lr': 1.38e-3}),
+  'sft-weight_decay': ('sft', {'optim.weight_decay': 10.0}, {}),
+  'sft-clip_norm': ('sft', {'optim.clip_norm': 1e-8}, {}),
+  'grpo-reward': ('grpo', {'reward': (few_low, other)}, {}),
+  'grpo-reward_weights': ('grpo', {'reward_weights': (-1.0, 1.0)}, {}),
+  'grpo-kl_coef': ('grpo', {'rl.kl_coef': 1.0}, {}),
+  'grpo-clip_low': ('grpo', {'rl.clip_low': 0.5}, {}),
+  'grpo-clip_high': ('grpo', {'rl.clip_high': 0.5}, {}),
+  'grpo-entropy_coef': ('grpo', {'rl.entropy_coef': 0.5}, {}),
+  'ppo-kl_coef': ('ppo', {'rl.kl_coef': 0.7}, {'kl_coef': 0.7}),
+  'ppo-critic_lr': ('ppo', {'critic.lr': 1e-4}, {'critic/lr': 1e-4}),
+  'dpo-beta': ('dpo', {'preference.beta': 0.9}, {}),
+}
+
+
+@pytest.mark.parametrize('case', CHANGES)
+def test_a_changed_field_takes_effect_at_the_next_step_and_keeps_what_was_trained(case, begun, tmp_path):
+  method, changes, expected = CHANGES[case]
+  config, folder, same = begun(method)
+  changed = resume(config, folder, tmp_path / 'run', changes)
   assert [row['step'] for row in changed] == list(range(1, 8))
   assert changed[:4] == same[:4]
-  assert changed[4] != same[4] and changed[4].get('completion_length') == same[4].get('completion_length')
-  assert changed[5]['loss'] != same[5]['loss'] and changed[6]['loss'] != same[6]['loss']
+  assert {name: changed[4][name] for name in expected} == pytest.approx(expected)
+  # The weights and the data of the first step are the old ones, and its update is another.
+  lengths = 'completions/mean_length' if method in ('grpo', 'ppo') else 'tokens'
+  assert changed[4][lengths] == same[4][lengths]
+  assert changed[6]['loss'] != same[6]['loss']
 
 
-def test_a_resumed_run_takes_another_learning_rate_schedule_decay_and_clip(model, tmp_path):
-  changes = {
-    'optim.lr': 1e-3,
-    'optim.schedule': 'cosine',
-    'optim.end_lr': 1e-4,
-    'optim.warmup_ratio': 0.1,
-    'optim.weight_decay': 0.1,
-    'optim.clip_norm': 0.5,
-  }
-  same, changed = resumed(tiny.run_config(model), changes, tmp_path)
-  check(same, changed)
-  assert changed[4]['loss'] == same[4]['loss']
-  assert same[4]['lr'] == pytest.approx(3e-3) and 1e-4 < changed[4]['lr'] < 1e-3
-
-
-def test_a_resumed_run_takes_another_reward_and_terms_of_its_loss(model, tmp_path):
-  changes = {'reward': few_high, 'rl.kl_coef': 0.1, 'rl.clip_low': 0.1, 'rl.clip_high': 0.3, 'rl.entropy_coef': 0.01}
-  same, changed = resumed(tiny.grpo_config(model), changes, tmp_path)
-  check(same, changed)
-  assert changed[4]['reward'] == pytest.approx(-same[4]['reward'])
-  assert 'kl' in changed[4] and 'kl' not in same[4]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-  'method, changes',
-  [
-    (dict(algorithm='ppo', reward=tiny.low_share, train=dict(row_length=0)), {'critic.lr': 1e-4, 'optim.lr': 1e-4}),
-    (dict(algorithm='dpo', data=dict(path=PAIRS)), {'preference.beta': 0.5, 'optim.warmup_steps': 6}),
-  ],
-)
-def test_a_resumed_run_of_other_methods_takes_their_fields(method, changes, model, tmp_path):
-  config = tiny.run_config(model, rollout=dict(prompts=4, group_size=4), **method)
-  check(*resumed(config, changes, tmp_path))
-
-
-def test_a_change_is_allowed_by_name_only_and_the_error_says_how(model, tmp_path):
+def test_changes_are_by_name_and_the_error_says_how(model, tmp_path):
   config = tiny.run_config(model, train=dict(steps=1))
   stages.run(config, tmp_path)
   slower = tiny.merged(config, dict(train=dict(steps=2), optim=dict(lr=1e-3)))
   with pytest.raises(
-    InputError, match='config.optim.lr of sft differs .*, or allow it by --config.save.allow_changes=optim.lr'
+    InputError, match='config.optim.lr of sft differs .*, or allow it by --config.save.allow_changes='
   ):
     stages.run(slower, tmp_path)
+  allowed = tiny.merged(slower, dict(save=dict(allow_changes=('optim.lr',))))
   with pytest.raises(InputError, match='config.seed of sft differs.*its weights$'):
-    stages.run(slower | {'seed': 5, 'save': {'allow_changes': ('optim.lr',), 'export': False}}, tmp_path)
+    stages.run(allowed | {'seed': 5}, tmp_path)
+  with pytest.raises(InputError, match='no step of the stage is left: .* raise its train.steps'):
+    stages.run(tiny.merged(allowed, dict(train=dict(steps=1))), tmp_path)
   with pytest.raises(InputError, match=re.escape("config.save.allow_changes[0]: 'seed' is not one of optim.lr, ")):
     config_lib.parse(tiny.merged(slower, dict(save=dict(allow_changes=('seed',)))))
+
+
+def test_a_finished_stage_takes_no_change_and_the_error_names_the_one_that_trains(model, tmp_path):
+  both = tiny.run_config(model, stages=('one', 'two'), one={}, two={}, train=dict(steps=1))
+  stages.run(both, tmp_path)
+  over = dict(optim=dict(lr=1e-3), save=dict(allow_changes=('optim.lr',)), two=dict(train=dict(steps=2)))
+  with pytest.raises(InputError, match='config.optim.lr of one differs.* set config.two.optim.lr for two alone'):
+    stages.run(tiny.merged(both, over), tmp_path)
+
+
+@pytest.mark.parametrize(
+  'key, state',
+  [
+    ('reward', dict(curriculum='retire')),
+    ('rl.kl_coef', dict(kl_target=6.0)),
+    ('rl.entropy_coef', dict(entropy_target=1.0)),
+  ],
+)
+def test_a_field_whose_state_the_checkpoint_keeps_cannot_change(key, state, model, tmp_path):
+  rl = dict(kl_coef=0.1, entropy_coef=0.1, kl_in='reward' if 'kl_target' in state else 'loss') | state
+  config = tiny.grpo_config(model, rl=rl, train=dict(steps=1))
+  stages.run(config, tmp_path)
+  change = {key: few_low if key == 'reward' else 0.7, 'train.steps': 2, 'save.allow_changes': (key,)}
+  with pytest.raises(InputError, match=f'config.{key} of grpo differs.*config.rl.{next(iter(state))} has adapted'):
+    stages.run(tiny.merged(config, nested(change)), tmp_path)
+
+
+def test_reproduce_names_the_fields_that_changed():
+  starts = [{'changes': {'grpo': {'optim.lr': 1e-3, 'seed': 1}}}, {'changes': {'grpo': {'optim.lr': 1e-4, 'seed': 2}}}]
+  assert reproduce.changed_fields(starts) == ['optim.lr']
+  assert reproduce.changed_fields(starts[:1] * 2) == reproduce.changed_fields([]) == []
 
 
 def test_all_names_are_fields():

@@ -176,7 +176,7 @@ def kl_penalty(experience: Experience, mask: np.ndarray, config: Config) -> tupl
   rl, arrays = config.rl, experience.arrays
   if not rl.kl_coef or rl.kl_in == 'loss':
     return 0.0, {}, {}
-  coef = experience.memory.get('kl_coef', rl.kl_coef)
+  coef = experience.memory.get('kl_coef', rl.kl_coef) if rl.kl_target else rl.kl_coef
   if not mask.any():
     return 0.0, {'kl_coef': coef}, {'kl_coef': coef}
   estimate = np.asarray(policy_gradient.KL[rl.kl_estimator](arrays['old_logprobs'], arrays['ref_logprobs'])) * mask

@@ -136,7 +136,7 @@ class PackedStream:
     self._order = order(self.num_rows, self.seed, self.shuffle, self.sizes, self.weights)
     self._stops = np.cumsum(self.sizes) if len(self.sizes) > 1 else ()
     self.window = self.window or self._choose_window()
-    # All that a position (window, row) depends on: `restore` refuses the state of another stream.
+    # All that a position (window, row) depends on; `restore` takes its windows, and refuses any other difference.
     self._identity = {
       'num_rows': self.num_rows,
       'row_length': self.row_length,
@@ -172,8 +172,9 @@ class PackedStream:
   def restore(self, state: dict[str, int]) -> None:
     """Continues at a position that `state` has returned, with its windows and any batch size."""
     # The size of windows is an estimate from lengths, which a map that draws random numbers changes.
-    self._window = self._identity['window_size'] = state.get('window_size', self._window)
-    check_position(state, self._identity)
+    identity = self._identity | {'window_size': state.get('window_size', self.window)}
+    check_position(state, identity)
+    self.window, self._identity = identity['window_size'], identity
     self.close()
     self._position = (state['window'], state['row'])
 

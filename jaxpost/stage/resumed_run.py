@@ -56,12 +56,40 @@ def check_config(workdir: epath.Path, configs: dict, console: rich.console.Conso
         console.out(f'config.{key} of {name}: {old!r} in {path}, now {new!r}', highlight=False)
     for key in changes if name in begun else ():
       old, new = changes[key]
-      is_newest = name == begun[-1]  # an earlier stage trains no more
-      if not (is_newest and key in config.save.allow_changes):
-        _refuse(workdir, name, key, old, new, is_newest=is_newest, last_step=saved_steps[name][0])
+      last_step, is_newest = saved_steps[name][0], name == begun[-1]
+      trains = is_newest and last_step < config.train.steps
+      if not (trains and key in config.save.allow_changes and not _adapted(key, config)):
+        advice = _advice(key, config, newest=begun[-1], trains=trains)
+        _refuse(workdir, name, key, old, new, is_newest=is_newest, last_step=last_step, advice=advice)
 
 
-def _refuse(workdir: epath.Path, stage: str, key: str, old: Any, new: Any, is_newest: bool, last_step: int) -> None:
+def _adapted(key: str, config: config_lib.Config) -> str:
+  """Returns the field whose state in checkpoints depends on the old value of `key`; '' if there is none."""
+  rl = config.rl
+  by_verdicts = {'rl.curriculum': rl.curriculum, 'rl.replay': rl.replay}
+  states = dict.fromkeys(('reward', 'reward_weights', 'rl.correct_by'), by_verdicts)
+  states |= {'rl.kl_coef': {'rl.kl_target': rl.kl_target}, 'rl.entropy_coef': {'rl.entropy_target': rl.entropy_target}}
+  return next((field for field, used in states.get(key, {}).items() if used), '')
+
+
+def _advice(key: str, config: config_lib.Config, newest: str, trains: bool) -> str:
+  """Returns how a stage can take another value of a field, as the end of a message; '' if it cannot.
+
+  Args:
+    newest: name of the newest stage that has begun. trains: whether steps of this stage are left.
+  """
+  if key not in CHANGEABLE:
+    return ''
+  if field := _adapted(key, config):
+    return f'; config.{field} has adapted to the old value, and the checkpoint keeps that'
+  if not trains:
+    return f'; no step of the stage is left: set config.{newest}.{key} for {newest} alone, or raise its train.steps'
+  return f', or allow it by --config.save.allow_changes={key}'
+
+
+def _refuse(
+  workdir: epath.Path, stage: str, key: str, old: Any, new: Any, is_newest: bool, last_step: int, advice: str
+) -> None:
   """Raises InputError if a stage that has begun cannot continue with a change."""
   no_epochs = key == 'train.epochs' and not new  # then train.steps applies
   free = key == 'stages' or no_epochs or any(key == f or key.startswith(f + '.') for f in _FREE)
@@ -72,10 +100,9 @@ def _refuse(workdir: epath.Path, stage: str, key: str, old: Any, new: Any, is_ne
       + f'; set it back to {old} or choose another --workdir'
     )
   if not free:
-    allow = f', or allow it by --config.save.allow_changes={key}' if is_newest and key in CHANGEABLE else ''
     raise InputError(
       f'{workdir}: config.{key} of {stage} differs from the run that is being resumed ({old!r}, now {new!r}); '
-      f'set it back or choose another --workdir, where init_from={workdir} starts from its weights{allow}'
+      f'set it back or choose another --workdir, where init_from={workdir} starts from its weights{advice}'
     )
 
 

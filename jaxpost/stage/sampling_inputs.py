@@ -89,10 +89,13 @@ def check_sampling(config: Config, on_policy: bool, rewards: bool = True) -> Non
   if not on_policy:
     return
   r, rl = config.rollout, config.rl
+  of_prompts = bool(rl.curriculum or rl.replay) and config.eval.pass_reward == 1.0
+  of_trained = (config.algorithm == 'rft' or rl.correct_nll_coef > 0) and rl.keep_reward == 1.0
   refuse(
-    bool(rl.curriculum or rl.replay) and decides == REWARD_MODEL and config.eval.pass_reward == 1.0,
-    'config.rl.curriculum, rl.replay: need to know which answers are right, and the zero of a reward model is '
-    'arbitrary; set config.eval.pass_reward to the smallest reward of a right answer',
+    decides == REWARD_MODEL and (of_prompts or of_trained),
+    f'config.{"eval.pass_reward" if of_prompts else "rl.keep_reward"}: curriculum, replay, rft and correct_nll_coef '
+    'need to know which answers are right, and the zero of a reward model is arbitrary; set it to the smallest reward '
+    'of a right answer',
   )
   refuse(
     bool(config.train_on_rollouts) and bool(rl.dynamic_sampling or rl.curriculum or rl.advantage == 'remax'),

@@ -217,10 +217,10 @@ class EvalSection:
   data: EvalDataSection = EvalDataSection()
 
 
-# Fields on which neither the checkpoints of a run nor its position in the data depend.
+# Fields on which no state depends that checkpoints hold; `resumed_run.py` has exceptions.
 CHANGEABLE = (
   *('optim.lr', 'optim.schedule', 'optim.end_lr', 'optim.warmup_steps', 'optim.warmup_ratio', 'optim.weight_decay'),
-  *('optim.clip_norm', 'critic.lr', 'preference.beta', 'reward'),
+  *('optim.clip_norm', 'critic.lr', 'preference.beta', 'reward', 'reward_weights', 'rl.correct_by'),
   *('rl.kl_coef', 'rl.clip_low', 'rl.clip_high', 'rl.entropy_coef'),
 )
 

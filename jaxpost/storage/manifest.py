@@ -78,11 +78,11 @@ def finished_steps(folder: epath.PathLike) -> list[int]:
 
 def scores(folder: epath.PathLike, steps: Iterable[int], metric: str, mode: str) -> dict[int, float]:
   """Returns {step: score} of the steps with a good manifest: a metric, negative for `mode` 'min'; -inf without it."""
-  out = {}
+  out, sign = {}, 1 if mode == 'max' else -1
   for step in steps:
     with contextlib.suppress(DamagedError):
       value = read(folder, step).metrics.get(metric, math.nan)
-      out[step] = -math.inf if math.isnan(value) else value if mode == 'max' else -value
+      out[step] = -math.inf if math.isnan(value) else sign * value
   return out
 
 

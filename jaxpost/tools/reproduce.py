@@ -10,7 +10,7 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -25,6 +25,7 @@ from jaxpost.programs import score
 from jaxpost.rl import batching
 from jaxpost.rollout import rollout_files
 from jaxpost.stage import assemble, place, prepare
+from jaxpost.stage.schema import CHANGEABLE
 from jaxpost.storage import object_store
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps
@@ -55,8 +56,9 @@ def reproduce(
   """Samples `row` of a step again; returns it with what the update learned from it.
 
   Repeats the steps since the newest checkpoint before the step, or since the start of the stage, because a run is a
-  function of its config. The folder of the run does not change. Relative paths of the config are found in the folder
-  where the run was last started, if this machine has it.
+  function of its config. Where the config changed on a resume (`save.allow_changes`), a warning names the fields: all
+  steps are repeated with the newest values. The folder of the run does not change. Relative paths of the config are
+  found in the folder where the run was last started, if this machine has it.
 
   Args:
     run: folder of the run.
@@ -73,8 +75,20 @@ def reproduce(
   configs = inference.run_config(run)
   starts = read_growing(run / start.FILE)
   folder = starts[-1].get('folder', '') if starts else ''
+  for field in changed_fields(starts):
+    logging.warning('config.%s changed when the run was resumed; all steps are repeated with its newest value', field)
   with contextlib.chdir(folder if os.path.isdir(folder) else '.'):
     return _reproduce(run, configs, step, row, stage, choose_mesh=choose_mesh)
+
+
+def changed_fields(starts: Sequence[Mapping[str, Any]]) -> list[str]:
+  """Returns the fields of `save.allow_changes` in which the starts of a run differ."""
+
+  def values(field: str) -> set[str]:
+    stages_of_starts = [sorted(facts.get('changes', {}).items()) for facts in starts]
+    return {json.dumps([(name, fields.get(field)) for name, fields in stages]) for stages in stages_of_starts}
+
+  return [field for field in CHANGEABLE if len(values(field)) > 1]
 
 
 def _reproduce(
