@@ -228,13 +228,16 @@ def test_features_that_ask_what_is_right_need_a_threshold_where_a_reward_model_d
     (config,) = config_lib.parse(tiny.grpo_config('', **over)).values()
     sampling_inputs.check_sampling(config, True)
 
-  message = 'the zero of a reward model is arbitrary; set config.eval.pass_reward'
+  message = 'config.eval.pass_reward: .* the zero of a reward model is arbitrary'
   with pytest.raises(InputError, match=message):
     check()
   with pytest.raises(InputError, match=message):
     check('exact_match,reward_model', correct_by='reward_model')
   check(pass_reward=0.7)
   check('exact_match,reward_model')
+  with pytest.raises(InputError, match='config.rl.keep_reward: .* the zero of a reward model is arbitrary'):
+    check(pass_reward=0.7, correct_nll_coef=0.1)
+  check(pass_reward=0.7, correct_nll_coef=0.1, keep_reward=0.7)
 
 
 def test_merged_rounds_keep_the_verdict_of_each_sample():

@@ -52,7 +52,7 @@ REACHES_ALL = {
   'tuple, by commas': ('--config.save.allow_changes=optim.lr,reward', 'save.allow_changes', ('optim.lr', 'reward')),
   'tuple, of words that begin as numbers': ('--config.log.tags=2024-01,3b,', 'log.tags', ('2024-01', '3b')),
   'tuple of numbers': ('--config.reward_weights=1.0,2.5', 'reward_weights', (1.0, 2.5)),
-  'any, with a comma': ('--config.data.path=a,b', 'data.path', 'a,b'),
+  'any, with a comma': ('--config.reward=a,b', 'reward', 'a,b'),
   'one text with a comma': ('--config.rollout.stop_strings=a,b', 'rollout.stop_strings', ('a,b',)),
   'tuple of one': ('--config.rollout.stop_strings=a', 'rollout.stop_strings', ('a',)),
   'tuple, repeated': (
