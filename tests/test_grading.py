@@ -181,7 +181,7 @@ def test_stop_strings_of_agent_are_added_to_those_of_the_run(asked, stops):
 def test_rows_of_source_without_own_rewards_are_checked_for_all():
   """The source has a temperature only: names=None checks the columns of all functions."""
   seen = []
-  pool = types.SimpleNamespace(check_rows=lambda rows, names=None: seen.append(names))
+  pool = types.SimpleNamespace(check_rows=lambda rows, names=None, numbers=None: seen.append(names))
   rows = types.SimpleNamespace(sizes=(3,), streaming=False)
   mixture.check_rows(pool, rows, ({'sampling': {'temperature': 0.5}},))
   assert seen == [None]

@@ -112,16 +112,18 @@ class RewardPool(contextlib.AbstractContextManager):
     self._ready: list[concurrent.futures.Future[list[dict]]] = []
     self._closed = False
 
-  def check_rows(self, rows: Any, names: Sequence[str] | None = None) -> None:
+  def check_rows(self, rows: Any, names: Sequence[str] | None = None, numbers: range | None = None) -> None:
     """Like `check`, for every row; also refuses values that JSON cannot represent, and null for all built-ins.
 
     Args:
       rows: `data.sources.Rows`; if they are read lazily, only the columns of the first are checked.
       names: names of the functions that grade them; None: all.
+      numbers: those of the rows that they grade; None: all.
     """
-    first = next(rows[i] for i in range(len(rows)) if rows[i])
-    columns = first if rows.streaming else {column: None for i in range(len(rows)) for column in rows[i]}
-    self.check(columns, names, f'the data from {rows.where(0)} on')
+    numbers = range(len(rows)) if numbers is None else numbers
+    first = next(rows[i] for i in numbers if rows[i])
+    columns = first if rows.streaming else {column: None for i in numbers for column in rows[i]}
+    self.check(columns, names, f'the data from {rows.where(numbers[0])} on')
     graders = [name for name in self.names if names is None or name in names]
     for column, value in first.items() if graders else ():
       check_json(column, value)
@@ -129,7 +131,7 @@ class RewardPool(contextlib.AbstractContextManager):
     functions = [entry for entry in self._needs if entry[0] in graders]
     if rows.streaming or not any(needs for *_, needs in functions):
       return
-    for i in range(len(rows)):
+    for i in numbers:
       filled = [name for name, value in rows[i].items() if value is not None]
       missing = [user_code.missing_of(needs, (*user_code.GIVEN, *filled)) for *_, needs in functions]
       if all(missing) and built_in.issuperset(graders):  # a user's function may accept null

@@ -208,26 +208,7 @@ def check_rows(pool: RewardPool, rows: Rows | Chain, sources: Sequence[dict]) ->
     pool.check_rows(rows)
   stops = list(itertools.accumulate(rows.sizes))
   for source, start, stop in zip(sources, [0, *stops[:-1]], stops):
-    pool.check_rows(_Part(rows, start, stop), source.get('rewards'))
-
-
-class _Part:
-  """The rows of one source of several."""
-
-  def __init__(self, rows: Rows | Chain, start: int, stop: int):
-    self.streaming = rows.streaming
-    self._rows = rows
-    self._span = range(start, stop)
-
-  def __len__(self) -> int:
-    return len(self._span)
-
-  def __getitem__(self, i: int) -> dict | None:
-    return self._rows[self._span[i]]
-
-  def where(self, i: int) -> str:
-    """Returns where a row was read, for messages."""
-    return self._rows.where(self._span[i])
+    pool.check_rows(rows, source.get('rewards'), range(start, stop))
 
 
 def observe(pending: PendingRollout, graded: GradedRollout) -> None:
