@@ -499,6 +499,10 @@ def test_paged_cache_draws_the_same_tokens(model, params, engine, page, tokens):
     assert serve.figures['preempted'] > 0
 
 
+def evict_nothing():
+  return False
+
+
 def test_page_table_holds_more_sequences_than_slots_would():
   """The pool has the memory of 64 slots of 16,384 entries; sequences have at most as many, about 4,096 on average."""
   size, room, memory = 128, 16384, 64 * 16384
@@ -507,27 +511,27 @@ def test_page_table_holds_more_sequences_than_slots_would():
   holders = 0
   for i, length in enumerate(np.minimum(lengths, room - 512).astype(int)):
     text = str(i // 8).encode()  # 8 samples share a prompt of 512
-    if pool.admit(i, text, 0, 512, int(length)) is None:
+    if pool.admit(i, text, 0, 512, int(length), evict_nothing) is None:
       break
     holders += 1
   assert holders >= 2 * 64 and len(pool.free) < room // size
-  assert pool.grow(0, 512) and not pool.grow(0, 10**6)
+  assert pool.grow(0, 512, evict_nothing) and not pool.grow(0, 10**6, evict_nothing)
   for i in range(holders):
     pool.release(i)
-  assert len(pool.free) == pool.count - 1 and not pool.users and (not pool.shared)
+  assert len(pool.free) == memory // size and not pool.users and (not pool.shared)
 
 
 def test_samples_share_full_pages_of_prompt_and_copy_the_last():
   pool = page_table.PageTable(4, 11)
-  first = pool.admit('a', b'x', 1, 10, 4)
-  second = pool.admit('b', b'x', 1, 10, 4)
+  first = pool.admit('a', b'x', 1, 10, 4, evict_nothing)
+  second = pool.admit('b', b'x', 1, 10, 4, evict_nothing)
   assert [(c.row, c.place) for c in first] == [(1, 0), (1, 1), (1, 2)]
   assert [(c.row, c.place) for c in second] == [(1, 2)]
   assert pool.held['a'][:2] == pool.held['b'][:2]
   assert not set(pool.held['a'][2:]) & set(pool.held['b'][2:])
   pool.release('a')
-  assert len(pool.free) == 6 and pool.admit('c', b'x', 0, 10, 18) is not None
-  assert pool.admit('d', b'y', 0, 4, 16) is None and 'd' not in pool.held
+  assert len(pool.free) == 6 and pool.admit('c', b'x', 0, 10, 18, evict_nothing) is not None
+  assert pool.admit('d', b'y', 0, 4, 16, evict_nothing) is None and 'd' not in pool.held
   table = pool.table({3: 'b'}, 5, 12)
   assert table.shape == (5, 3) and table[3].tolist() == pool.held['b'][:3]
   assert not table[:3].any()

@@ -24,10 +24,6 @@ class PageCopy:
   page: int
 
 
-def _evict_nothing() -> bool:
-  return False
-
-
 class PageTable:
   """The pages of each sequence of an engine, and the free pages.
 
@@ -37,7 +33,6 @@ class PageTable:
 
   def __init__(self, size: int, count: int):
     self.size = size
-    self.count = count
     self.free = collections.deque(range(1, count))
     self.shared: dict[bytes, list[int]] = {}  # prompt -> its full pages
     self.users: collections.Counter[int] = collections.Counter()  # page -> number of holders
@@ -49,7 +44,7 @@ class PageTable:
     return -(-entries // self.size)
 
   def admit(
-    self, holder: Hashable, prompt: bytes, row: int, length: int, extra: int, evict: Callable[[], bool] = _evict_nothing
+    self, holder: Hashable, prompt: bytes, row: int, length: int, extra: int, evict: Callable[[], bool]
   ) -> list[PageCopy] | None:
     """Allocates pages for a prompt of `length` entries, which is row `row` of a `generate.Prefilled`.
 
@@ -78,7 +73,7 @@ class PageTable:
     self.users.update(self.held[holder])
     return copies
 
-  def grow(self, holder: Hashable, entries: int, evict: Callable[[], bool] = _evict_nothing) -> bool:
+  def grow(self, holder: Hashable, entries: int, evict: Callable[[], bool]) -> bool:
     """Extends a holder's pages to `entries`, or returns False if too few are free; `evict` as in `admit`."""
     pages = self.held[holder]
     num_new = self.needed(entries) - len(pages)

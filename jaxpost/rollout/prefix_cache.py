@@ -55,10 +55,6 @@ class PrefixCache:
     matches = (entry for entry in self.entries if tokens.startswith(entry.tokens))
     return max(matches, key=lambda entry: len(entry.tokens), default=None)
 
-  def take(self, entry: CachedPrefix) -> None:
-    """Removes an entry whose cache a request continues from."""
-    self.entries.remove(entry)
-
   def evict(self, slots: Collection[int] | None = None) -> bool:
     """Evicts the prefixes in `slots`, or with None the oldest one; returns False if there was none."""
     evicted = self.entries[:1] if slots is None else [entry for entry in self.entries if entry.slot in slots]

@@ -212,7 +212,7 @@ class Scheduler:
 
     It is None if there are too few pages: then the prefix is dropped, and the sequence stays queued without pages.
     """
-    self.prefix_cache.take(cached)
+    self.prefix_cache.entries.remove(cached)
     if not self.pages:
       return cached.slot
     self.pages.hand_over(cached.holder, sequence)
