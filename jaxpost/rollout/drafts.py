@@ -23,7 +23,6 @@ from jaxpost.rollout.scheduler import Scheduler
 
 if TYPE_CHECKING:
   from jaxpost.programs.generate import Block
-  from jaxpost.rollout.native import NativeEngine
   from jaxpost.rollout.sampler_config import SamplerConfig
   from jaxpost.rollout.sequence import ActiveSequence, Completion
 
@@ -137,9 +136,9 @@ class DraftingScheduler(Scheduler):
 
   overlaps = False
 
-  def __init__(self, engine: NativeEngine, *args: Any, **kwargs: Any) -> None:
-    super().__init__(engine, *args, **kwargs)
-    self.drafts = Drafts(engine.block - 1, engine.programs.platform)
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    self.drafts = Drafts(self.engine.block - 1, self.engine.programs.platform)
     self.draft: Draft | None = None  # drafts that the running block verifies
 
   def decode(self, live: dict[int, ActiveSequence], rows: int, read: int, table: Any) -> Block:

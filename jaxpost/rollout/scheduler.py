@@ -16,6 +16,7 @@ Legend: S slots, C completion tokens, K tokens of a block.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -50,36 +51,28 @@ class Dispatched(NamedTuple):
   version: int
 
 
+@dataclasses.dataclass(eq=False)
 class Scheduler:
   """One call of `NativeEngine.serve`: the queue, and which sequence is in which slot."""
 
   overlaps = True  # a block may be dispatched before the last one is harvested
 
-  def __init__(
-    self,
-    engine: NativeEngine,
-    run_key: np.ndarray,
-    step: int,
-    next_requests: NextRequests,
-    *,
-    prefill_rows: int | None,
-    on_tokens: OnTokens | None = None,
-    reuse_cache: bool = True,
-    on_dispatch: Callable[[int], None] | None = None,
-  ):
-    self.engine = engine
-    self.run_key = run_key
-    self.step = step
-    self.next_requests = next_requests
-    self.prefill_rows = prefill_rows
-    self.on_tokens = on_tokens
-    self.reuse_cache = reuse_cache
-    self.on_dispatch = on_dispatch
+  engine: NativeEngine
+  run_key: np.ndarray
+  step: int
+  next_requests: NextRequests
+  _: dataclasses.KW_ONLY
+  prefill_rows: int | None
+  on_tokens: OnTokens | None = None
+  reuse_cache: bool = True
+  on_dispatch: Callable[[int], None] | None = None
+
+  def __post_init__(self) -> None:
     self.queue: collections.deque[ActiveSequence] = collections.deque()
     self.cancellable = False  # whether any request can be cancelled
     self.active: dict[int, ActiveSequence] = {}  # by slot, first admitted first
-    self.state = engine.init_decode_state()
-    self.pages = engine.pages()
+    self.state = self.engine.init_decode_state()
+    self.pages = self.engine.pages()
     self.prefilled: Any = None  # the `Prefilled` of the last prefill
     self.prefilled_rows: dict[bytes, int] = {}  # prompt -> its row in `prefilled`
     self.running: collections.deque[Dispatched] = collections.deque()
