@@ -223,8 +223,7 @@ def check_frozen(model: Model) -> None:
 def _view(axes, params) -> dict:
   """Returns the parameters with `QuantizedMatrix` leaves, dequantized on use."""
   for path, axis in axes.items():
-    stack, name = path.split('/')
-    params = params | {stack: params[stack] | {name: QuantizedMatrix(axis=axis, **params[stack][name])}}
+    params = _put(params, path, QuantizedMatrix(axis=axis, **leaf(params, path)))
   return params
 
 

@@ -43,19 +43,15 @@ def chunks(slots: int, suffixes: dict[int, tuple[int, np.ndarray]], platform: st
   """Yields the tokens of suffixes, {slot: (number of kept entries, [n] token ids)}, in parts of T tokens."""
   length = (_CPU if platform == 'cpu' else _ACCELERATOR)[1]
   for start in range(0, max(len(ids) for _, ids in suffixes.values()), length):
-    yield _chunk(slots, suffixes, start, length)
-
-
-def _chunk(slots: int, suffixes: dict[int, tuple[int, np.ndarray]], start: int, length: int) -> More:
-  tokens = np.zeros((slots, length), np.int32)
-  lengths = np.zeros(slots, np.int32)
-  filled = np.zeros(slots, np.int32)
-  for slot, (kept, ids) in suffixes.items():
-    part = ids[start : start + length]
-    tokens[slot, : len(part)] = part
-    lengths[slot] = len(part)
-    filled[slot] = kept + start
-  return More(tokens, lengths, filled)
+    tokens = np.zeros((slots, length), np.int32)
+    lengths = np.zeros(slots, np.int32)
+    filled = np.zeros(slots, np.int32)
+    for slot, (kept, ids) in suffixes.items():
+      part = ids[start : start + length]
+      tokens[slot, : len(part)] = part
+      lengths[slot] = len(part)
+      filled[slot] = kept + start
+    yield More(tokens, lengths, filled)
 
 
 def make_extend(model: Model, read: int, layout: Layout, compute: Compute, ledger: Ledger) -> Program:

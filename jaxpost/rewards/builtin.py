@@ -93,6 +93,4 @@ def pick(names: Sequence[str], name: str, field: str) -> str:
 def _short(spec: str | Callable) -> str:
   if isinstance(spec, str):
     return spec.rpartition(':')[2]
-  if hasattr(spec, '__name__'):
-    return spec.__name__
-  return type(spec).__name__
+  return getattr(spec, '__name__', type(spec).__name__)

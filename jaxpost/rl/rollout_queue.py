@@ -155,9 +155,8 @@ class RolloutQueue:
     """JSON values for a checkpoint after `steps_done` steps; {} if on-policy."""
     if not self.config.rollout.staleness:
       return {}
-    if steps_done < self.config.train.steps:
-      until = min(steps_done + self.config.rollout.staleness, self.config.train.steps)
-      self._sample_until(until, next_step=steps_done, steps_done=steps_done)
+    until = min(steps_done + self.config.rollout.staleness, self.config.train.steps)
+    self._sample_until(until, next_step=steps_done, steps_done=steps_done)
     from jaxpost.rl import queue_state
 
     return {'queue': [queue_state.to_json(pending) for pending in self.rollouts]}

@@ -38,7 +38,7 @@ def check(config: Any, algorithm: Algorithm, sources: Mapping[str, Any]) -> None
       f'{name}: the {role} is a model of your own, or has layers with a recurrent state, and cannot read several '
       'completions after one prompt; leave it False',
     )
-  row = row_length(config.rollout) if not config.train.row_length else config.train.row_length
+  row = config.train.row_length or row_length(config.rollout)
   refuse(
     _capacity(config.rollout, row) < min(2, config.rollout.group_size),
     f'{name}: a row of {row} tokens has no room for a prompt and two completions of the greatest lengths; raise '
