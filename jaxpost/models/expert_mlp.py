@@ -120,15 +120,7 @@ def _permute(x, order, inverse):
   return x[order]
 
 
-def _permute_forward(x, order, inverse):
-  return x[order], inverse
-
-
-def _permute_backward(inverse, g):
-  return g[inverse], None, None
-
-
-_permute.defvjp(_permute_forward, _permute_backward)
+_permute.defvjp(lambda x, order, inverse: (x[order], inverse), lambda inverse, g: (g[inverse], None, None))
 
 
 # --------------------------------------------------------------------- rounds

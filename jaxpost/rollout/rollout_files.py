@@ -41,13 +41,8 @@ def save(path: epath.PathLike, experience: Experience, credit: Credit, temperatu
   arrays |= {f'credit/{name}': x for name, x in credit.arrays.items()}
   scores = {name: x for name, x in experience.arrays.items() if name not in {'sampler_logprobs', *credit.arrays}}
   arrays |= {f'score/{name}': x for name, x in scores.items()}
-  about = {
-    'step': rollout.step,
-    'version': rollout.version,
-    'prompts': prompts_to_json(rollout),
-    'messages': rollout.messages,
-    'from_data': rollout.from_data,
-  }
+  about = {name: vars(rollout)[name] for name in ('step', 'version', 'messages', 'from_data')}
+  about['prompts'] = prompts_to_json(rollout)
   object_store.write(path, _sealed(encode(about, arrays)))
 
 
