@@ -46,12 +46,11 @@ class _Job(NamedTuple):
   session: that of an agent, held busy, or None. echo: the reply repeats the prompts. stream: None if it is JSON.
   """
 
-  path: str
+  call: Call
   body: dict
   model: str
   requests: list[Request]
   count: int
-  api_key: str
   session: Session | None
   echo: bool
   prompts: list[np.ndarray]
@@ -206,11 +205,11 @@ class Endpoint:
     job = await run(self._threads, self._prepare, call)
     try:  # a session is busy from here on
       await run(self._threads, self._check, job)
-      scores = await run(self._scoring, self._score, job, call) if job.scores else [None for _ in job.prompts]
+      scores = await run(self._scoring, self._score, job) if job.scores else [None for _ in job.prompts]
       if scores is None:
         raise concurrent.futures.CancelledError
       if job.draws:
-        completions = await self._generate(job, call)
+        completions = await self._generate(job)
       else:
         completions = [openai_format.nothing_drawn(request) for request in job.requests]
     except BaseException:
@@ -231,8 +230,7 @@ class Endpoint:
       raise _Refused(self._refuse(404, text, 'model_not_found'))
     count = openai_format.number(body, 'n', int, 1)
     requests = self._requests(call.path == _CHAT, body, count)
-    api_key = _key(call)
-    session = self.sessions.get(api_key)
+    session = self.sessions.get(_key(call))
     refuse(bool(self.sessions) and not session, 'Authorization: this API key belongs to no episode of the run')
     if session:
       requests = [_session_request(session, body, requests, self.engines[name])]
@@ -248,18 +246,7 @@ class Endpoint:
       before = [] if call.path == _CHAT else self._translator.before
       texts = [TextStream(self._tokenizer.decode, strings, before) for strings in stops]
       stream = EventStream(call.path == _CHAT, name, texts)
-    return _Job(
-      call.path,
-      body,
-      name,
-      requests,
-      count,
-      api_key=api_key,
-      session=session,
-      echo=echo,
-      prompts=prompts,
-      stream=stream,
-    )
+    return _Job(call, body, name, requests, count, session=session, echo=echo, prompts=prompts, stream=stream)
 
   def _check(self, job: _Job) -> None:
     """Raises InputError if a request cannot be served; in the engine's thread, the error would end the run."""
@@ -267,25 +254,25 @@ class Endpoint:
     for request in job.requests if job.draws else ():
       self.engines[job.model].check(request)
 
-  def _score(self, job: _Job, call: Call) -> list[Any] | None:
+  def _score(self, job: _Job) -> list[Any] | None:
     """Returns a `TextScore` of each prompt; None if the server ends or the client leaves."""
     chunks = self._scorers[job.model].chunks([Example(p, np.ones(len(p), bool)) for p in job.prompts])
     scores: list[Any] = []
     while len(scores) < len(job.prompts):
       with self.shared.lock:  # between two blocks
-        if call.client_left or self.shared.stopped.is_set():
+        if job.call.client_left or self.shared.stopped.is_set():
           return None
         scores += next(chunks)
     return scores
 
-  async def _generate(self, job: _Job, call: Call) -> list[Completion]:
+  async def _generate(self, job: _Job) -> list[Completion]:
     """Waits for the completions of the requests of a body, and sends the events of a stream until then.
 
     Raises:
       CancelledError: of concurrent.futures, if the server ends or the client leaves.
     """
     answers = [Answer() for _ in job.requests]
-    call.futures = [*answers]
+    job.call.futures = [*answers]
     arrived: asyncio.Queue[tuple[int, np.ndarray] | None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
@@ -296,29 +283,29 @@ class Endpoint:
       for i, answer in enumerate(answers):
         answer.on_tokens = functools.partial(pass_on, i)
     with self.shared.submitted(job.model, job.requests, answers):
-      if call.client_left or self.shared.stopped.is_set():  # No engine may be running.
-        call.cancel()
+      if job.call.client_left or self.shared.stopped.is_set():  # No engine may be running.
+        job.call.cancel()
       ended = asyncio.gather(*map(asyncio.wrap_future, answers), return_exceptions=True)
       ended.add_done_callback(lambda _: arrived.put_nowait(None))
       while (part := await arrived.get()) is not None:
-        await _send_part(call, job.stream, part)
+        await _send_part(job.call, job.stream, part)
       return [answer.result() for answer in answers]
 
   def _respond(self, job: _Job, completions: list[Completion], scores: list[Any]) -> Reply:
     """Returns the reply with these completions and the scores of the prompts, and records what was drawn."""
-    make_choice = self._translator.chat_choice if job.path == _CHAT else self._translator.text_choice
+    make_choice = self._translator.chat_choice if job.call.path == _CHAT else self._translator.text_choice
     choices = [make_choice(i, completion, job.body) for i, completion in enumerate(completions)]
     if job.session:
       message = choices[0].get('message') or {'role': 'assistant', 'content': choices[0]['text']}
       job.session.record_answer(job.body, completions[0], message)
     for choice, completion in zip(choices if job.draws else (), completions):
-      self._record(openai_format.record_entry(job.api_key, job.model, completion, choice['finish_reason']))
+      self._record(openai_format.record_entry(_key(job.call), job.model, completion, choice['finish_reason']))
     if job.echo:
       choices = [
         self._translator.with_prompt(c, job.body, job.prompts[i // job.count], scores[i // job.count])
         for i, c in enumerate(choices)
       ]
-    response = openai_format.response(job.path == _CHAT, job.model, choices, job.prompts, completions)
+    response = openai_format.response(job.call.path == _CHAT, job.model, choices, job.prompts, completions)
     if job.stream:
       with_usage = (job.body.get('stream_options') or {}).get('include_usage')
       return Reply(200, job.stream.end(response, with_usage), EVENTS)
