@@ -11,7 +11,6 @@ import functools
 import json
 import re
 import shlex
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from etils import epath
@@ -71,18 +70,17 @@ def export(inputs: Inputs, folder: epath.PathLike, params: dict) -> None:
     from jaxpost.stage import model_folders
 
     origin = model_folders.origin(section, model.config)
-  save_beside: Callable[[epath.Path], None] = save
+  save_adapter = None
   # An adapter of the text model would not match the tensor names of a multimodal base.
   if model.config.lora and not (origin and origin.renames):
     from jaxpost.formats import peft
 
     save_adapter = peft.writer(model, params, adapter_base(inputs))
 
-    def save_with_adapter(path: epath.Path) -> None:
-      save(path)
+  def save_beside(path: epath.Path) -> None:
+    save(path)
+    if save_adapter:
       save_adapter(path / 'adapter')
-
-    save_beside = save_with_adapter
 
   with origin or contextlib.nullcontext():
     hf_export.save(
