@@ -131,12 +131,9 @@ class EnvironmentPool:
     self._spec = spec
     variables, _ = process.worker_variables(env_vars)
     self._reaper = process.Reaper()
-
-    def make() -> Environment:
-      worker = process.Worker('jaxpost.environments.worker', setup, variables, self._reaper, f'environment {spec}')
-      return Environment(worker, timeout_s)
-
-    self.all = [make() for _ in range(workers)]
+    module, label = 'jaxpost.environments.worker', f'environment {spec}'
+    processes = [process.Worker(module, setup, variables, self._reaper, label) for _ in range(workers)]
+    self.all = [Environment(worker, timeout_s) for worker in processes]
     self._closed = False
     atexit.register(self.close)
     try:
