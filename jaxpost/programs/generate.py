@@ -138,6 +138,11 @@ def slot_shardings(layout: Layout) -> Callable:
   return functools.partial(jax.tree.map, place)
 
 
+def block_shardings(layout: Layout) -> Callable:
+  """Returns a function from the shapes of (state, Block) to shardings: all devices have the whole block."""
+  return lambda shapes: (slot_shardings(layout)(shapes[0]), layout.sharding())
+
+
 def make_prefill(model: Model, layout: Layout, compute: Compute, ledger: Ledger) -> Program:
   """Makes the program prefill(weights, tokens [N, P], lengths [N]) -> Prefilled."""
 
@@ -145,8 +150,7 @@ def make_prefill(model: Model, layout: Layout, compute: Compute, ledger: Ledger)
     cache, hidden = model.prefill(weights, tokens, lengths, compute=compute, constrain=layout)
     return Prefilled(cache_storage.stored(cache.replace(experts=()), compute.platform), hidden, lengths, cache.experts)
 
-  def flops(weights, tokens, lengths):
-    del weights, lengths
+  def flops(_weights, tokens, _lengths):
     return tokens.size * flops_per_token(model.config, tokens.shape[1] / 2)
 
   return Program('prefill', prefill, ledger, slot_shardings(layout), flops=flops)
@@ -251,15 +255,10 @@ def make_generate(
       ),
     )(weights, state)
 
-  def flops(weights, state, table=None):
-    del weights, table
+  def flops(_weights, state, *_):
     return steps * rows * flops_per_token(model.config, read or state.cache.k[0].shape[2])
 
-  def place(shapes):
-    state, _ = shapes
-    return slot_shardings(layout)(state), layout.sharding()
-
-  return Program('generate', generate, ledger, place, donate=(1,), flops=flops, read=read)
+  return Program('generate', generate, ledger, block_shardings(layout), donate=(1,), flops=flops, read=read)
 
 
 def decode_block(

@@ -70,15 +70,10 @@ def make_verify(
     state, last = decode_one(weights, state, table)
     return state, _join(accepted, last)
 
-  def flops(weights, state, draft, table=None):
-    del weights, state, table
+  def flops(_weights, _state, draft, *_):
     return (draft.tokens.size + rows) * flops_per_token(model.config, read)
 
-  def place(shapes):
-    state, _ = shapes
-    return generate.slot_shardings(layout)(state), layout.sharding()
-
-  return Program('verify', verify, ledger, place, donate=(1,), flops=flops)
+  return Program('verify', verify, ledger, generate.block_shardings(layout), donate=(1,), flops=flops)
 
 
 def _accept(draw: Callable, weights, state: DecodeState, draft: Draft, hidden: jax.Array) -> tuple[DecodeState, Block]:
