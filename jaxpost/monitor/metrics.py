@@ -326,7 +326,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
       self._board.warn(step, text)
     is_relative = values.get('frac_reward_zero_std', 1) < 1 and 'critic/loss' not in values
     if is_relative and abs(values.get('loss', 1)) < 0.01:
-      self.note('a loss near 0 is expected, as advantages of a group sum to 0: watch reward and kl')
+      self.note('a loss near 0 is expected, as advantages of both signs cancel: watch reward and kl')
 
   def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
     """Puts rows (prompt, completion, reward, ...) in the place of those of their split in samples/STAGE/STEP.jsonl."""
