@@ -100,6 +100,8 @@ CHANGES = {
   'grpo-clip_low': ('grpo', {'rl.clip_low': 0.5}, {}),
   'grpo-clip_high': ('grpo', {'rl.clip_high': 0.5}, {}),
   'grpo-entropy_coef': ('grpo', {'rl.entropy_coef': 0.5}, {}),
+  'grpo-temperature': ('grpo', {'rollout.temperature': 0.3}, {}),
+  'grpo-max_new_tokens': ('grpo', {'rollout.max_new_tokens': 9}, {}),
   'ppo-kl_coef': ('ppo', {'rl.kl_coef': 0.7}, {'kl_coef': 0.7}),
   'ppo-critic_lr': ('ppo', {'critic.lr': 1e-4}, {'critic/lr': 1e-4}),
   'dpo-beta': ('dpo', {'preference.beta': 0.9}, {}),
@@ -118,8 +120,12 @@ def test_a_changed_field_takes_effect_at_the_next_step_and_keeps_what_was_traine
   assert changed[:4] == same[:4]
   assert {name: changed[4][name] for name in expected} == pytest.approx(expected)
   # The weights and the data of the first step are the old ones, and its update is another.
-  lengths = 'completions/mean_length' if method in ('grpo', 'ppo') else 'tokens'
-  assert changed[4][lengths] == same[4][lengths]
+  if any(name.startswith('rollout.') for name in changes):  # other completions
+    longest = changes.get('rollout.max_new_tokens', config['rollout']['max_new_tokens'])
+    assert longest / 2 < changed[4]['completions/mean_length'] <= longest
+  else:
+    lengths = 'completions/mean_length' if method in ('grpo', 'ppo') else 'tokens'
+    assert changed[4][lengths] == same[4][lengths]
   assert changed[6]['loss'] != same[6]['loss']
 
 
@@ -151,17 +157,17 @@ def test_a_finished_stage_takes_no_change_and_the_error_names_the_one_that_train
 @pytest.mark.parametrize(
   'key, state',
   [
-    ('reward', dict(curriculum='retire')),
-    ('rl.kl_coef', dict(kl_target=6.0)),
-    ('rl.entropy_coef', dict(entropy_target=1.0)),
+    ('reward', {'rl.curriculum': 'retire'}),
+    ('rl.kl_coef', {'rl.kl_target': 6.0, 'rl.kl_in': 'reward'}),
+    ('rl.entropy_coef', {'rl.entropy_target': 1.0}),
+    ('rollout.temperature', {'rollout.staleness': 1}),
   ],
 )
 def test_a_field_whose_state_the_checkpoint_keeps_cannot_change(key, state, model, tmp_path):
-  rl = dict(kl_coef=0.1, entropy_coef=0.1, kl_in='reward' if 'kl_target' in state else 'loss') | state
-  config = tiny.grpo_config(model, rl=rl, train=dict(steps=1))
+  config = tiny.grpo_config(model, **nested({'train.steps': 1, 'rl.kl_coef': 0.1, 'rl.entropy_coef': 0.1} | state))
   stages.run(config, tmp_path)
   change = {key: few_low if key == 'reward' else 0.7, 'train.steps': 2, 'save.allow_changes': (key,)}
-  with pytest.raises(InputError, match=f'config.{key} of grpo differs.*config.rl.{next(iter(state))} has adapted'):
+  with pytest.raises(InputError, match=f'config.{key} of grpo differs.*keeps what config.{next(iter(state))} has'):
     stages.run(tiny.merged(config, nested(change)), tmp_path)
 
 

@@ -67,7 +67,9 @@ def _adapted(key: str, config: config_lib.Config) -> str:
   """Returns the field whose state in checkpoints depends on the old value of `key`; '' if there is none."""
   rl = config.rl
   by_verdicts = {'rl.curriculum': rl.curriculum, 'rl.replay': rl.replay}
+  samples = {'rollout.staleness': config.rollout.staleness, 'rl.keep_surplus': rl.keep_surplus, 'rl.replay': rl.replay}
   states = dict.fromkeys(('reward', 'reward_weights', 'rl.correct_by'), by_verdicts)
+  states |= dict.fromkeys(('rollout.max_new_tokens', 'rollout.temperature'), samples)
   states |= {'rl.kl_coef': {'rl.kl_target': rl.kl_target}, 'rl.entropy_coef': {'rl.entropy_target': rl.entropy_target}}
   return next((field for field, used in states.get(key, {}).items() if used), '')
 
@@ -81,7 +83,7 @@ def _advice(key: str, config: config_lib.Config, newest: str, trains: bool) -> s
   if key not in CHANGEABLE:
     return ''
   if field := _adapted(key, config):
-    return f'; config.{field} has adapted to the old value, and the checkpoint keeps that'
+    return f'; the checkpoint keeps what config.{field} has made of the old value'
   if not trains:
     return f'; no step of the stage is left: set config.{newest}.{key} for {newest} alone, or raise its train.steps'
   return f', or allow it by --config.save.allow_changes={key}'

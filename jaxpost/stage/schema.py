@@ -221,7 +221,7 @@ class EvalSection:
 CHANGEABLE = (
   *('optim.lr', 'optim.schedule', 'optim.end_lr', 'optim.warmup_steps', 'optim.warmup_ratio', 'optim.weight_decay'),
   *('optim.clip_norm', 'critic.lr', 'preference.beta', 'reward', 'reward_weights', 'rl.correct_by'),
-  *('rl.kl_coef', 'rl.clip_low', 'rl.clip_high', 'rl.entropy_coef'),
+  *('rl.kl_coef', 'rl.clip_low', 'rl.clip_high', 'rl.entropy_coef', 'rollout.max_new_tokens', 'rollout.temperature'),
 )
 
 
