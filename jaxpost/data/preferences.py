@@ -345,8 +345,8 @@ def _join(sides: list[_Side], share_prompt: bool) -> Example:
 
 def _common(sides: list[_Side]) -> int:
   """Returns the number of tokens that all sides begin with, before the first that is scored."""
-  size = min(int(side.scored.argmax()) for side in sides)
+  size = min(int(np.argmax(side.scored)) for side in sides)
   same = np.ones(size, bool)
   for side in sides[1:]:
     same &= side.tokens[:size] == sides[0].tokens[:size]
-  return size if same.all() else int(same.argmin())
+  return size if same.all() else int(np.argmin(same))

@@ -112,7 +112,7 @@ def scores(rollout: Rollout, roles: Roles, *, max_sequences: int, shape: RowShap
   group_size = rollout.group_size
   out = []
   for start in range(0, len(rollout.lengths), max_sequences):
-    members = np.arange(start, min(start + max_sequences, len(rollout.lengths)))
+    members = [*range(start, min(start + max_sequences, len(rollout.lengths)))]
     arrays = {name: x[members] for name, x in arrays_of(rollout).items()}
     part = rollout.replace(prompts=tuple(rollout.prompts[n // group_size] for n in members), **arrays)
     batch = batching.to_batch(part, range(len(members)), batching.completion_mask(part), {}, *shape)

@@ -175,7 +175,7 @@ def sft(options: Options, workdir: epath.PathLike) -> dict:
   matmul_flops = probe.matmul_rate(jnp.bfloat16 if options.bf16 else jnp.float32)
   # A token in a document of n tokens attends to n / 2 on average, and long documents have more tokens.
   lengths = testing.document_lengths(_DOCUMENTS)
-  context = (lengths**2).sum() / lengths.sum() / 2
+  context = float(np.sum(lengths**2)) / float(np.sum(lengths)) / 2
   flops = 3 * flops_per_token(placed.model.config, context)
   step = float(np.mean(times[2:]))
   return dict(
