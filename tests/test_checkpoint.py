@@ -303,7 +303,7 @@ ck.close()
 
 
 def test_saves_leave_no_objects_in_memory(tmp_path):
-  """Saves 7 to 12 leave at most two lists each, which a cache of paths in Orbax holds.
+  """Saves 7 to 12 leave at most two paths each in a cache of Orbax, with a list each, or two from Python 3.12 on.
 
   Without `_spare_memory`, tensorstore would keep 24 lists per save. The count is made in a child process because
   threads that earlier tests have left running create lists, too.
@@ -312,7 +312,7 @@ def test_saves_leave_no_objects_in_memory(tmp_path):
     [sys.executable, '-c', COUNT_LISTS, tmp_path], cwd=ROOT, capture_output=True, text=True, check=True
   )
   lists = [int(line) for line in done.stdout.split()]
-  assert lists[-1] - lists[5] <= 6 * 2, lists
+  assert lists[-1] - lists[5] <= 6 * 2 * (2 if sys.version_info >= (3, 12) else 1), lists
 
 
 def test_failed_seal_keeps_the_last_good_step(tmp_path, monkeypatch):
