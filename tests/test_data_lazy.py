@@ -17,6 +17,12 @@ from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
 
 
+@pytest.fixture(autouse=True)
+def roomy_disk(monkeypatch):
+  """Row groups are kept in a temporary file only while a tenth of the disk is free, which a test must not depend on."""
+  monkeypatch.setattr(lazy.shutil, 'disk_usage', lambda folder: types.SimpleNamespace(total=2**40, free=2**39))
+
+
 def row(n, name='q'):
   return {'prompt': f'{name}{n}', 'completion': 'a' * (1 + n % 7)}
 

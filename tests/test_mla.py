@@ -93,7 +93,7 @@ def test_cache_holds_latents_and_decoding_equals_forward_pass(model, params):
     Ledger(),
   )
   engine.load(params, version=0)
-  shapes = {x.shape for x in jax.tree.leaves(jax.eval_shape(engine.programs.init._fn).cache)}
+  shapes = {x.shape for x in jax.tree.leaves(jax.eval_shape(engine.programs.init.fn).cache)}
   assert {s[-1] for s in shapes} == {12 + 4} and {s[1] for s in shapes} == {1}
   ids = tiny.tokens((3, 8))
   rollout = engine(
