@@ -14,14 +14,22 @@ import math
 EPS = 1e-6
 
 
+def added(values):
+  """Adds numbers one after the other. From Python 3.12 on, the built-in `sum` of floats rounds in another way."""
+  result = 0
+  for value in values:
+    result += value
+  return result
+
+
 def normalized(x, members, scale):
   """(x - mean) / (std + eps) of one value among `members`, with the unbiased std; 0 for a single member."""
-  mean = sum(members) / len(members)
+  mean = added(members) / len(members)
   if len(members) == 1:
     return 0.0
   if scale == 'none':
     return x - mean
-  return (x - mean) / (math.sqrt(sum((y - mean) ** 2 for y in members) / (len(members) - 1)) + EPS)
+  return (x - mean) / (math.sqrt(added((y - mean) ** 2 for y in members) / (len(members) - 1)) + EPS)
 
 
 # Two prompts, three episodes each. An episode is (observation, reward of the turn) of each turn, and its outcome. All
@@ -58,7 +66,7 @@ def mt_grpo(gamma, scale):
       for k, (_, reward) in enumerate(turns):
         a.append(normalized(reward, [other[k][1] for other, _ in group if len(other) > k], scale))
       a[-1] += normalized(outcome, outcomes, scale)
-      out.append([sum(gamma ** (m - k) * a[m] for m in range(k, len(a))) for k in range(len(a))])
+      out.append([added(gamma ** (m - k) * a[m] for m in range(k, len(a))) for k in range(len(a))])
   return out
 
 
@@ -78,8 +86,8 @@ def gigpo(gamma, weight, scale):
       r = [reward for _, reward in turns]
       r[-1] += outcome
       rewards.append(r)
-    totals = [sum(r) for r in rewards]
-    returns = [[sum(gamma ** (k - t) * r[k] for k in range(t, len(r))) for t in range(len(r))] for r in rewards]
+    totals = [added(r) for r in rewards]
+    returns = [[added(gamma ** (k - t) * r[k] for k in range(t, len(r))) for t in range(len(r))] for r in rewards]
     steps = {}
     for i, (turns, _) in enumerate(group):
       for t, (state, _) in enumerate(turns):
@@ -121,7 +129,7 @@ def maxrl():
   """
   out = []
   for group in BINARY:
-    right, n = sum(group), len(group)
+    right, n = added(group), len(group)
     out.append([n * (r / right - 1 / n) if right else 0.0 for r in group])
   return out
 
@@ -137,13 +145,13 @@ def pass_at_k(k):
   for group in BINARY:
     subsets = list(itertools.combinations(range(len(group)), k))
     best = [max(group[i] for i in subset) for subset in subsets]
-    mean = sum(best) / len(best)
-    std = math.sqrt(sum((x - mean) ** 2 for x in best) / len(best))
+    mean = added(best) / len(best)
+    std = math.sqrt(added((x - mean) ** 2 for x in best) / len(best))
     gains = [(x - mean) / std if std else 0.0 for x in best]
     of_samples = []
     for i in range(len(group)):
       mine = [gain for gain, subset in zip(gains, subsets) if i in subset]
-      of_samples.append(sum(mine) / len(mine))
+      of_samples.append(added(mine) / len(mine))
     out.append(of_samples)
   return out
 
@@ -164,7 +172,7 @@ def opo():
   """
   out = []
   for rewards, lengths in GRADED:
-    baseline = sum(n * r for n, r in zip(lengths, rewards)) / sum(lengths)
+    baseline = added(n * r for n, r in zip(lengths, rewards)) / added(lengths)
     out.append([r - baseline for r in rewards])
   return out
 
@@ -203,8 +211,8 @@ TOKENS = [
 def covariance():
   """ "The entropy mechanism", arXiv:2505.22617: (log p - its mean) (A - its mean), means over the trained tokens."""
   kept = [x for row in TOKENS for x in row if x]
-  logp = sum(math.log(p) for p, _ in kept) / len(kept)
-  gain = sum(a for _, a in kept) / len(kept)
+  logp = added(math.log(p) for p, _ in kept) / len(kept)
+  gain = added(a for _, a in kept) / len(kept)
   return [[(math.log(x[0]) - logp) * (x[1] - gain) if x else 0.0 for x in row] for row in TOKENS]
 
 
@@ -248,10 +256,10 @@ def vapo(alpha):
     following = [*values[1:], 0.0]
     d = [(outcome if t == n - 1 else 0.0) + following[t] - values[t] for t in range(n)]
     lambdas.append(lam)
-    gains.append([sum(lam**k * d[t + k] for k in range(n - t)) for t in range(n)])
+    gains.append([added(lam**k * d[t + k] for k in range(n - t)) for t in range(n)])
   every = [x for row in gains for x in row]
-  mean = sum(every) / len(every)
-  std = math.sqrt(sum((x - mean) ** 2 for x in every) / (len(every) - 1) + 1e-8)
+  mean = added(every) / len(every)
+  std = math.sqrt(added((x - mean) ** 2 for x in every) / (len(every) - 1) + 1e-8)
   return {
     'lambda': lambdas,
     'advantages': [[(x - mean) / std for x in row] for row in gains],
@@ -294,7 +302,7 @@ def moving_reference(every, mix):
     m = n // every
     row = []
     for w in range(2):
-      moves = sum(mix * (1 - mix) ** (m - j) * WEIGHTS[j * every][w] for j in range(1, m + 1))
+      moves = added(mix * (1 - mix) ** (m - j) * WEIGHTS[j * every][w] for j in range(1, m + 1))
       row.append((1 - mix) ** m * WEIGHTS[0][w] + moves)
     out.append(row)
   return out
@@ -313,12 +321,12 @@ SHARES = [0.5, 2.0, 1.0]
 def softmax(logits, temperature=1.0):
   """Probabilities; 0 where a logit is None."""
   weights = [0.0 if x is None else math.exp(x / temperature) for x in logits]
-  return [w / sum(weights) for w in weights]
+  return [w / added(weights) for w in weights]
 
 
 def kl(p, q):
   """KL(p || q)."""
-  return sum(x * math.log(x / y) for x, y in zip(p, q) if x)
+  return added(x * math.log(x / y) for x, y in zip(p, q) if x)
 
 
 def teachers_of_samples(chosen):
@@ -330,14 +338,14 @@ def teachers_of_samples(chosen):
 
   Returns [(of each symbol, the loss)] of both tokens.
   """
-  total = sum(SHARES[i] for i in chosen)
+  total = added(SHARES[i] for i in chosen)
   out = []
   for token, logits in enumerate(STUDENT):
     student = softmax(logits)
     found = [softmax(TEACHERS[i][token]) for i in chosen]
     shares = [SHARES[i] / total for i in chosen]
-    gains = [sum(w * math.log(t[y]) for w, t in zip(shares, found)) - math.log(p) for y, p in enumerate(student)]
-    out.append([gains, sum(w * kl(student, t) for w, t in zip(shares, found))])
+    gains = [added(w * math.log(t[y]) for w, t in zip(shares, found)) - math.log(p) for y, p in enumerate(student)]
+    out.append([gains, added(w * kl(student, t) for w, t in zip(shares, found))])
   return out
 
 
@@ -357,12 +365,12 @@ def teachers_of_tokens(beta, temperature, k=0):
       if k:
         s = softmax(logits, temperature)
         top = sorted(range(4), key=lambda y: -t[y])[:k]
-        s, t = ([p[y] for y in top] + [1 - sum(p[y] for y in top)] for p in (s, t))
+        s, t = ([p[y] for y in top] + [1 - added(p[y] for y in top)] for p in (s, t))
       else:
         s = softmax([None if other is None else x for x, other in zip(logits, teacher[token])], temperature)
       m = [beta * x + (1 - beta) * y for x, y in zip(t, s)]
       d = {0.0: kl(t, s), 1.0: kl(s, t)}.get(beta, beta * kl(t, m) + (1 - beta) * kl(s, m))
-      total += share / sum(SHARES) * d
+      total += share / added(SHARES) * d
     out.append(total)
   return out
 
