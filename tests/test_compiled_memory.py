@@ -118,7 +118,7 @@ RECIPES = sorted(path.stem for path in CLONE.glob('configs/*.py') if 'Meant for 
 @needs('jax_cuda13_plugin', 'jax[cuda13]')
 @pytest.mark.nightly
 @pytest.mark.parametrize('recipe', RECIPES)
-def test_all_programs_of_a_recipe_fit_the_gpus_that_its_docstring_names(recipe, tmp_path):
+def test_recipes_fit_for_gpus_that_their_docstrings_name(recipe, tmp_path):
   """One accelerator of 80 GB or eight, with nothing set. All layers are compiled, which takes minutes."""
   text = (CLONE / f'configs/{recipe}.py').read_text('utf-8')
   (number,) = re.findall(r'Meant for (one|eight)\s+accelerators?\s+of\s+80\s+GB', text)
