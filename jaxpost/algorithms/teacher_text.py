@@ -160,7 +160,7 @@ class TextTeacher(Frozen):
       prompt = own_prompts[n // size]
       tokens.append(self._completion(prompt, ids[:length])[: self.room - len(prompt.tokens)])
     lengths = np.array([len(ids) for ids in tokens], np.int32)
-    completions = np.zeros((len(tokens), max([1, *map(len, tokens)])), np.int32)
+    completions = np.zeros((len(tokens), int(np.max(lengths, initial=1))), np.int32)
     for row, ids in zip(completions, tokens):
       row[: len(ids)] = ids
     logprobs = np.zeros(completions.shape, np.float32)  # the teacher has not sampled them
