@@ -29,7 +29,7 @@ from jaxpost.stage import field_names
 
 _OVERRIDE = re.compile(r'--?(?P<no>no)?config\.(?P<path>[^=]+)(?P<value>=.*)?', re.DOTALL)
 _SEVERAL = re.compile(r'\s*(\(.*\)|\[.*\])\s*', re.DOTALL)  # a tuple or list
-_NAMES = re.compile(r'[\w.+-]+(\s*,\s*[\w.+-]+)*,?')  # separated by commas
+_NAMES = re.compile(r'[\w./@+-]+(\s*,\s*[\w./@+-]+)*,?')  # words and paths, separated by commas
 YAML_SUFFIXES = ('.yaml', '.yml', '.json')  # JSON is YAML
 _PARSERS = {
   bool: flags.BooleanParser(),
@@ -180,7 +180,7 @@ def _items(path: str, text: str, commas: bool) -> tuple:
   if items == (text,) and _SEVERAL.fullmatch(text):
     raise InputError(f"config.{path}: {text} cannot be read; quote each text in it, as in \"('a', 'b')\"")
   if commas and items == (text,) and _NAMES.fullmatch(text.strip()):
-    return tuple(re.findall(r'[\w.+-]+', text))
+    return tuple(name.strip() for name in text.strip().rstrip(',').split(','))
   return items
 
 

@@ -51,6 +51,7 @@ REACHES_ALL = {
   'tuple': ("--config.rollout.stop_strings=('a','b')", 'rollout.stop_strings', ('a', 'b')),
   'tuple, by commas': ('--config.save.allow_changes=optim.lr,reward', 'save.allow_changes', ('optim.lr', 'reward')),
   'tuple, of words that begin as numbers': ('--config.log.tags=2024-01,3b,', 'log.tags', ('2024-01', '3b')),
+  'tuple of paths': ('--config.distill.teachers=runs/a@3,org/name', 'distill.teachers', ('runs/a@3', 'org/name')),
   'tuple of numbers': ('--config.reward_weights=1.0,2.5', 'reward_weights', (1.0, 2.5)),
   'any, with a comma': ('--config.reward=a,b', 'reward', 'a,b'),
   'one text with a comma': ('--config.rollout.stop_strings=a,b', 'rollout.stop_strings', ('a,b',)),
