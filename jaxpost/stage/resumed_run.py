@@ -58,13 +58,13 @@ def check_config(workdir: epath.Path, configs: dict, console: rich.console.Conso
       old, new = changes[key]
       last_step, is_newest = saved_steps[name][0], name == begun[-1]
       trains = is_newest and last_step < config.train.steps
-      if not (trains and key in config.save.allow_changes and not _adapted(key, config)):
+      if not (trains and key in config.save.allow_changes and not _kept_by(key, config)):
         advice = _advice(key, config, newest=begun[-1], trains=trains)
         _refuse(workdir, name, key, old, new, is_newest=is_newest, last_step=last_step, advice=advice)
 
 
-def _adapted(key: str, config: config_lib.Config) -> str:
-  """Returns the field whose state in checkpoints depends on the old value of `key`; '' if there is none."""
+def _kept_by(key: str, config: config_lib.Config) -> str:
+  """Returns the field whose state, in checkpoints, depends on the old value of `key`; '' if there is none."""
   rl = config.rl
   by_verdicts = {'rl.curriculum': rl.curriculum, 'rl.replay': rl.replay}
   samples = {'rollout.staleness': config.rollout.staleness, 'rl.keep_surplus': rl.keep_surplus, 'rl.replay': rl.replay}
@@ -82,7 +82,7 @@ def _advice(key: str, config: config_lib.Config, newest: str, trains: bool) -> s
   """
   if key not in CHANGEABLE:
     return ''
-  if field := _adapted(key, config):
+  if field := _kept_by(key, config):
     return f'; the checkpoint keeps what config.{field} has made of the old value'
   if not trains:
     return f'; no step of the stage is left: set config.{newest}.{key} for {newest} alone, or raise its train.steps'

@@ -84,11 +84,10 @@ def reproduce(
 def changed_fields(starts: Sequence[Mapping[str, Any]]) -> list[str]:
   """Returns the fields of `save.allow_changes` in which the starts of a run differ."""
 
-  def values(field: str) -> set[str]:
-    stages_of_starts = [sorted(facts.get('changes', {}).items()) for facts in starts]
-    return {json.dumps([(name, fields.get(field)) for name, fields in stages]) for stages in stages_of_starts}
+  def of_stages(facts: Mapping[str, Any], field: str) -> dict[str, Any]:
+    return {stage: fields.get(field) for stage, fields in facts.get('changes', {}).items()}
 
-  return [field for field in CHANGEABLE if len(values(field)) > 1]
+  return [field for field in CHANGEABLE if any(of_stages(s, field) != of_stages(starts[0], field) for s in starts)]
 
 
 def _reproduce(
