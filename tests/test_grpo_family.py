@@ -413,6 +413,11 @@ def test_adaptive_kl_coefficient_carries_over_to_the_next_step():
   assert second.metrics['kl_coef'] == first.memory['kl_coef']
 
 
+def test_fixed_kl_coefficient_is_that_of_the_config_whatever_a_checkpoint_holds():
+  config = config_of('rloo', rl=dict(kl_coef=0.7))
+  assert grpo.credit(experience(memory={'kl_coef': 0.1}), config).metrics['kl_coef'] == 0.7
+
+
 def test_adaptive_kl_coefficient_stays_where_nothing_is_trained():
   config = config_of('rloo', rl=dict(kl_coef=0.1, kl_target=0.1, kl_horizon=10.0))
   credit = grpo.credit(experience(rewards=np.full(N, np.nan), memory={'kl_coef': 0.3}), config)
