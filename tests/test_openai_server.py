@@ -445,6 +445,16 @@ def test_tokens_of_a_chat_have_their_text_and_bytes(sentencepiece):
   assert [bytes(e['bytes']) if e['bytes'] else None for e in entries] == [b' there', b' a', None, None, b'</s>']
 
 
+def test_a_chat_that_begins_with_a_stop_string_has_no_text(sentencepiece):
+  """Its first word is decoded without the space that the stop string begins with."""
+  ids = np.array([sentencepiece.hf.get_vocab()['▁there']], np.int32)
+  translator = openai_format.Translator(sentencepiece, room=9)
+  for before in (), translator.before:  # of a chat, and of a text
+    completion = types.SimpleNamespace(tokens=ids, stop_string=' there', finished=True)
+    assert translator.decode(completion, before=before) == ''
+    assert translator.decode(types.SimpleNamespace(tokens=ids, stop_string='re', finished=True)) == 'the'
+
+
 def test_a_name_of_no_model_is_refused_and_none_is_accepted(server):
   body = dict(prompt='a', max_tokens=1)
   code, text = post(server[0].url, 'completions', model='other', **body)

@@ -219,9 +219,10 @@ class Translator:
     """Returns the text that a completion adds to `before`, without the stop string or token that ended it."""
     ids, stop = completion.tokens, completion.stop_string
     text = self._added(before, ids[:-1] if completion.finished and not stop else ids, skip_special)
-    if stop and stop not in text and text.startswith(stop.lstrip(' ')):  # decoded without the space of its first word
-      return ''
-    return text[: text.index(stop)] if stop and stop in text else text
+    if stop and stop in text:
+      return text[: text.index(stop)]
+    # SentencePiece decodes the first word of a chat without the space that the stop string begins with.
+    return '' if stop and text.startswith(stop.lstrip(' ')) else text
 
   def _without_special(self, text: str) -> str:
     for token in self._tokenizer.hf.added_tokens_decoder.values():

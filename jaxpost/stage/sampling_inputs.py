@@ -84,8 +84,7 @@ def check_sampling(config: Config, on_policy: bool, rewards: bool = True) -> Non
     bool(specs and weights) and len(weights) != len(specs),
     f'config.reward_weights: {len(weights)} weights for {len(specs)} rewards; give one each, or ()',
   )
-  # Raises if config.rl.correct_by names no reward of the stage.
-  decides = correct_by(config, on_policy and REWARD_MODEL in specs)
+  decides = correct_by(config, on_policy and REWARD_MODEL in specs)  # raises if it names no reward of the stage
   if not on_policy:
     return
   r, rl = config.rollout, config.rl
