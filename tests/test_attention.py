@@ -41,10 +41,13 @@ from jaxpost.models import (
   decode_triton,
   decoding,
   layers,
+  parameters,
 )
-from jaxpost.models.config import Experts
+from jaxpost.models import model as model_lib
+from jaxpost.models.config import Experts, Rope
 from jaxpost.rollout.sampler_config import SamplerConfig
 from jaxpost.stage import place, prepare
+from jaxpost.types import Cache
 
 CLONE = pathlib.Path(__file__).parents[1]
 # Options that a layer may have besides documents and groups of heads.
@@ -397,14 +400,57 @@ def test_triton_decoding_equals_xla_decoding(monkeypatch, shape, layer, chunked)
       **{n: getattr(cfg, n) for n in ('head_dim', 'attention_scale', 'attention_softcap')}, chunked=True
     )
   sinks = draw(heads)[0] if fields.get('sinks') else None
-  options = dict(compute=tiny.EXACT, window=window, cfg=cfg, sinks=sinks)
-  expected = decoding.cached_attention(q, cache, recent, filled, step, **options)
+  options = dict(window=window, cfg=cfg, sinks=sinks)
+  expected = decoding.cached_attention(q, cache, recent, filled, step, compute=tiny.EXACT, **options)
   monkeypatch.setattr(decode_triton, 'attend', functools.partial(decode_triton.attend, interpret=True))
   drawn = [x.at[:, :, step + 1 :].set(jnp.nan) for x in recent]
   actual = decode_triton.cached_attention(q, cache, drawn, filled, step, **options)
   if window:  # In an idle slot XLA's window starts from the count, which is past all entries.
     actual, expected = actual[:-1], expected[:-1]
   assert tiny.largest(actual - expected) <= 1e-5 * tiny.largest(expected)
+
+
+# (whether heads are rotated in the kernel, fields of the config)
+ROTATED = {
+  'norm': (True, {}),
+  'no_norm': (True, dict(qk_norm='', num_heads=3, num_kv_heads=1)),
+  'offset': (True, dict(norm_offset=1.0, attention_scale=0.3, attention_softcap=5.0)),
+  'sinks': (True, dict(qk_norm='', biases=('q', 'k', 'v', 'sinks'))),
+  'odd_size': (True, dict(head_dim=24, layer_windows=(4, 0))),
+  'scaled': (True, dict(ropes=(Rope(scaling=(('rope_type', 'linear'), ('factor', 4.0))),))),
+  'one_layer': (True, dict(layer_ropes=(0, -1))),
+  'part': (False, dict(rotary_dim=4)),
+  'pairs': (False, dict(ropes=(Rope(interleaved=True),))),
+  'wide': (False, dict(qk_norm='wide')),
+}
+
+
+@pytest.mark.parametrize('name', ROTATED)
+def test_decoding_with_heads_rotated_in_a_kernel_equals_xla(monkeypatch, name):
+  """Hidden states and cache entries are those of XLA, in a block that already has tokens."""
+  in_kernel, fields = ROTATED[name]
+  cfg = tiny.config(**fields)
+  params = parameters.unstack_layers(tiny.params(model_lib.build(cfg)), cfg.layer_stacks)
+  random = np.random.RandomState(0)
+  slots, step = 3, jnp.int32(2)
+  tokens, filled = jnp.array([3, 5, 9]), jnp.array([0, 4, 7])
+
+  def entries(number):
+    shape = slots, cfg.num_kv_heads, number, cfg.head_dim
+    return [tuple(jnp.asarray(random.standard_normal(shape), jnp.float32) for _ in range(2)) for _ in range(2)]
+
+  cache, recent = Cache(*entries(8)), Cache(*entries(4))
+  args = params, cache, recent, tokens, filled, step, cfg
+  expected = decoding.decode(*args, tiny.EXACT)
+  rotate, rotated = decode_triton.rotate_and_write, []
+  monkeypatch.setattr(decode_triton, 'attend', functools.partial(decode_triton.attend, interpret=True))
+  monkeypatch.setattr(
+    decode_triton, 'rotate_and_write', lambda *a, **kw: rotated.append(1) or rotate(*a, interpret=True, **kw)
+  )
+  actual = decoding.decode(*args, dataclasses.replace(tiny.EXACT, decode_kernel=True))
+  assert len(rotated) == (len([r for r in cfg.layer_ropes or (0, 0) if r >= 0]) if in_kernel else 0)
+  for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+    assert tiny.largest(a - b) <= 1e-5 * tiny.largest(b)
 
 
 @pytest.mark.parametrize('size, values', [(64, 64), (128, 128), (96, 256), (192, 128), (256, 256)])
@@ -702,10 +748,16 @@ def test_decoding_kernel_with_wrong_results_is_not_used(monkeypatch, verify_spla
   def wrong(q, cache, recent, filled, *inputs, **options):
     return correct(q, cache, recent, filled // 2, *inputs, **options)
 
+  rotate = functools.partial(decode_triton.rotate_and_write, interpret=True)
+
+  def wrong_rotate(q, k, v, *inputs):
+    return rotate(q, v, k, *inputs)
+
   for name in 'auto', 'triton':
     compute = compute_for('gpu', 'bfloat16', 'none', name)
-    for kernel, used in ((wrong, False), (correct, True)):
+    for kernel, rotation, used in ((wrong, rotate, False), (correct, wrong_rotate, False), (correct, rotate, True)):
       monkeypatch.setattr(decode_triton, 'attend', kernel)
+      monkeypatch.setattr(decode_triton, 'rotate_and_write', rotation)
       kernel_check.trusted.cache_clear()
       settled = kernel_check.verify(compute, [], [MODEL])
       assert settled == dataclasses.replace(compute, decode_kernel=used)
@@ -947,12 +999,12 @@ def decoding_errors():
   )
   for text in 'data=4,tensor=2', 'data=2,tensor=4':
     for sinks in (None, draw(4)):
-      options = dict(compute=tiny.EXACT, window=0, cfg=cfg, sinks=sinks)
+      options = dict(window=0, cfg=cfg, sinks=sinks)
       layout = make_layout(text, 'rollout', '--mesh')
       with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode_triton, 'attend', run)
         actual = jax.jit(functools.partial(decode_triton.cached_attention, layout=layout, **options))(*inputs)
-      expected = decoding.cached_attention(*inputs, **options)
+      expected = decoding.cached_attention(*inputs, compute=tiny.EXACT, **options)
       out[f'decode {text} {sinks is not None}'] = tiny.largest(actual - expected) / tiny.largest(expected)
   return out
 

@@ -1,6 +1,6 @@
 """GPU compiler options and host settings, and the programs of the main configs compiled for GPUs that are not there.
 
-The programs are those of Qwen3-1.7B, most with two of its layers. They need the CUDA plugin of JAX, but no GPU.
+The programs are those of Qwen3-1.7B, most with four of its layers. They need the CUDA plugin of JAX, but no GPU.
 """
 
 import fnmatch
@@ -63,7 +63,7 @@ name, gpus, mesh, over = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
 topology = machines.parse(f'h200:1x{gpus // 8}x8')
 machines.set_environment(topology)
 presets.PRESETS['qwen3_1_7b'] = dataclasses.replace(
-    presets.PRESETS['qwen3_1_7b'], num_layers=2)
+    presets.PRESETS['qwen3_1_7b'], num_layers=4)
 config = importlib.import_module(f'configs.{name}').get_config()
 config.model.update(path='qwen3_1_7b', attention='triton', remat='full')
 config.mesh.train = mesh
@@ -93,7 +93,7 @@ def kernels_between_layers(text):
   for ops in hlo.parse(text)[0].values():
     kernels = [op for op in ops.values() if op.kind in ('fusion', 'custom-call', 'copy')]
     attention = [i for i, op in enumerate(kernels) if re.search(r'\\bdecode_\\d+/', hlo.op_name(op))]
-    if len(attention) == 2:
+    if attention:
       return attention[1] - attention[0]
   return 0
 
@@ -280,9 +280,9 @@ def test_programs_of_a_config_compile_for_gpus(name, gpus):
       assert facts['wide'] <= facts['most'], (program, facts)
       assert not facts['unknown'], (program, facts)
   for facts in programs.get('generate', ()):
-    # A layer has 4 products, attention, 2 norms and those of queries and keys, a slice of each, 2 writes to the cache,
-    # the activation and a sum. With 32 slots of a device or fewer, one more kernel adds the parts of a split product.
-    assert 0 < facts['layer'] <= 16
+    # A layer has 4 products, attention, 2 norms, 2 sums with the residual, the activation, the sum of the parts of the
+    # first product, and the kernel that rotates heads and writes to the cache.
+    assert 0 < facts['layer'] <= 12
   for facts in programs['update']:
     sent, least = (facts[k]['reduce-scatter']['fsdp'] for k in ('found', 'least'))
     assert 0 < sent <= 1.05 * least

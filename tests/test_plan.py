@@ -791,6 +791,19 @@ def test_decode_kernel_reads_only_filled_entries_of_the_cache(window, filled, re
   assert sum(x.bytes for x in operands[1:]) + extra_bytes == pytest.approx(64 * 8 * (read + 32 / 2) * (128 + 64) * 2)
 
 
+def test_rotating_kernel_writes_the_entries_of_one_token():
+  """The entries of a block are arguments and results, of 32 tokens each, in the same memory."""
+  text = (
+    '  %x = (bf16[64,8,2,2,64]{4,3,2,1,0}) custom-call(%a, %b, %c), custom_call_target="__gpu$xla.gpu.triton", '
+    'metadata={op_name="jit(generate)/while/body/rotate/pallas_call"}'
+  )
+  projected, keys, values = (hlo.Array('bf16', dims, False) for dims in ((64, 32, 2, 64), *[(64, 8, 32, 2, 64)] * 2))
+  op = hlo.Op('x', 'custom-call', (), (), text, '', False)
+  flops, extra_bytes = kernels.cost(op, [projected, keys, values])
+  read_and_written = 2 * (keys.bytes + values.bytes)
+  assert not flops and read_and_written + extra_bytes == (keys.bytes + values.bytes) / 32
+
+
 @pytest.mark.parametrize(
   'rollout, slots, wanted',
   [

@@ -303,6 +303,8 @@ def test_scorer_is_near_logprobs_of_the_gpu_decode_kernel(model, params, monkeyp
     return attend(q, cache, *args, interpret=True, **options)
 
   monkeypatch.setattr(decode_triton, 'attend', interpreted)
+  rotate = functools.partial(decode_triton.rotate_and_write, interpret=True)
+  monkeypatch.setattr(decode_triton, 'rotate_and_write', rotate)
   compute = dataclasses.replace(compute_for('cpu', 'bfloat16', 'none'), decode_kernel=True)
   drawn = sample(model, params, block=4, count=5, temperature=0.8, compute=compute)
   ours, theirs = scored(model, params, drawn, 1, compute)

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import logging
 import pathlib
+import types
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,8 +24,8 @@ from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
 from jaxpost.hardware import gpu_options, probe
 from jaxpost.matmul import Compute
-from jaxpost.models import attention_kernels, attention_xla
-from jaxpost.models.config import CustomConfig
+from jaxpost.models import attention_kernels, attention_xla, layers, rope
+from jaxpost.models.config import CustomConfig, Rope
 
 if TYPE_CHECKING:
   from jaxpost.models.attention_kernels import AttentionShape
@@ -211,7 +212,12 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
   """
   if name == DECODE:
     # The kernel splits the entries of a slot over thread blocks if slots are few; the case of many also has more held.
-    return dict(out=max(_decode_error(work, dtype, window, *sizes) for sizes in _DECODED))
+    found = dict(out=max(_decode_error(work, dtype, window, *sizes) for sizes in _DECODED))
+    if work.head_dim != work.value_dim:
+      return found
+    return found | {
+      f'{array} of a token': x for normed in (False, True) for array, x in _token_errors(work, dtype, normed).items()
+    }
   length, size, values = work.length, work.head_dim, work.value_dim
   rows, kv_heads = _sizes(work)
   heads = kv_heads * (work.heads // work.kv_heads)
@@ -252,6 +258,41 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
   return dict(zip(('out', 'q', 'k', 'v', 'sinks'), map(float, measured(inputs, g))))
 
 
+def _token_errors(work: AttentionShape, dtype: str, normed: bool) -> dict[str, float]:
+  """Returns the errors of `decode_triton.rotate_and_write` for a few slots; see `errors`.
+
+  normed: whether heads are normalized.
+  """
+  from jaxpost.models import decode_triton
+
+  slots, block, step, size = 6, 8, jnp.int32(5), work.head_dim
+  kv_heads = min(work.kv_heads, _HEADS)
+  group = work.heads // work.kv_heads
+  fields = dict(norm_eps=1e-6, norm_offset=0.5, rotary_dim=0, ropes=(Rope(),), qk_norm='head' if normed else '')
+  cfg: Any = types.SimpleNamespace(**work._asdict(), **fields)
+  keys = jax.random.split(jax.random.key(0), 8)
+
+  def draw(key: jax.Array, *shape: int) -> jax.Array:
+    return jax.random.normal(key, shape).astype(dtype)
+
+  inputs = [draw(key, slots, 1, heads, size) for key, heads in zip(keys, (kv_heads * group, kv_heads, kv_heads))]
+  recent = [draw(key, slots, kv_heads, block, size) for key in keys[3:5]]
+  angle = jnp.tile(jax.random.normal(keys[5], (slots, 1, 1, size // 2)), 2)
+  table = jnp.cos(angle), jnp.sin(angle)
+  p = dict(q_norm=jax.random.normal(keys[6], (size,)), k_norm=jax.random.normal(keys[7], (size,)))
+
+  @functools.partial(jax.jit, compiler_options=compiler_options())
+  def measured(inputs, recent, table, p):
+    found = decode_triton.rotate_and_write(*inputs, p, table, recent, step, cfg)
+    q, k, v = (x.astype(jnp.float32) for x in inputs)
+    q, k = layers.norm_heads(q, k, p, cfg) if normed else (q, k)
+    q, k = rope.rotate(q, table, cfg), rope.rotate(k, table, cfg)
+    expected = [q, *(x.astype(jnp.float32).at[:, :, step].set(new[:, 0]) for x, new in zip(recent, (k, v)))]
+    return [jnp.max(jnp.abs(a.astype(jnp.float32) - b)) / jnp.max(jnp.abs(b)) for a, b in zip(found, expected)]
+
+  return dict(zip(('queries', 'keys', 'values'), map(float, measured(inputs, recent, table, p))))
+
+
 def _decode_error(work: AttentionShape, dtype: str, window: int, slots: int, held: int, room: int, block: int) -> float:
   """Returns the error of the kernel for single tokens, see `errors`.
 
@@ -277,7 +318,7 @@ def _decode_error(work: AttentionShape, dtype: str, window: int, slots: int, hel
     options, drawn = dict(window=window, cfg=work, sinks=sinks), jnp.int32(block // 2)
     inputs = jax.tree.map(lambda x: x[:slots].astype(jnp.float32), (q, cache, recent))
     expected = decoding.cached_attention(*inputs, filled, drawn, compute=Compute('float32'), **options)
-    out = decode_triton.cached_attention(q, cache, recent, filled, drawn, compute=Compute(dtype), **options)
+    out = decode_triton.cached_attention(q, cache, recent, filled, drawn, **options)
     return jnp.max(jnp.abs(out - expected)) / jnp.max(jnp.abs(expected))
 
   return float(measured(q, cache, recent, sinks))

@@ -1,7 +1,8 @@
 """Attention of single tokens over a KV cache on NVIDIA GPUs, in Pallas for Triton.
 
 One kernel reads only the filled entries of each slot, each of them once. If there are few slots, the entries of a slot
-are split over several programs (Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+are split over several programs (Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html). A kernel
+before it normalizes and rotates the heads of a token, and writes its keys and values to the cache: six kernels of XLA.
 
 Legend: S slots, K kv heads, G queries per kv head, h head size, hv that of values, N entries of a slot, T those of a
 block of new tokens.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,6 @@ from jaxpost.models.attention_xla import scale_queries
 from jaxpost.types import MASKED_LOGIT
 
 if TYPE_CHECKING:
-  from jaxpost.matmul import Compute
   from jaxpost.models.config import ModelConfig
 
 _PROGRAMS = 192  # as many keep a device busy
@@ -43,7 +43,6 @@ def cached_attention(
   filled: jax.Array,
   step: int | jax.Array,
   *,
-  compute: Compute,
   window: int,
   cfg: ModelConfig,
   sinks: jax.Array | None = None,
@@ -51,7 +50,7 @@ def cached_attention(
 ) -> jax.Array:
   """Computes `decoding.cached_attention` of one token per slot, on each device's slots and heads."""
   shape, kv_heads = q.shape, cache[0].shape[1]
-  q = scale_queries(q, cfg).astype(compute.dtype).reshape(len(q), kv_heads, -1, shape[-1])
+  q = q.reshape(len(q), kv_heads, -1, shape[-1])
   run = functools.partial(attend, window=window, cfg=cfg)
   args = q, tuple(cache), tuple(recent), filled, step, sinks if sinks is None else sinks.reshape(kv_heads, -1)
   if isinstance(layout, Layout) and layout.mesh.size > 1:
@@ -61,12 +60,84 @@ def cached_attention(
   return run(*args).reshape(*shape[:3], -1)
 
 
-class _Static(NamedTuple):
-  """Settings that the kernel is compiled for."""
+def rotates(cfg: ModelConfig, table: tuple | None, layout: Callable) -> bool:
+  """Returns whether `rotate_and_write` supports the heads of a layer, whose RoPE table is `table`."""
+  if (isinstance(layout, Layout) and layout.mesh.size > 1) or cfg.mixed or cfg.latent or cfg.gated:
+    return False
+  whole_heads = cfg.rotary_dim in (0, cfg.head_dim) and not cfg.ropes[0].interleaved
+  return whole_heads and cfg.qk_norm in ('', 'head') and table is not None and len(table) == 2 and table[0] is not None
 
-  window: int
-  chunked: bool
-  cap: float
+
+def rotate_and_write(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  p: dict,
+  table: tuple[jax.Array, jax.Array],
+  recent: tuple[jax.Array, jax.Array],
+  step: int | jax.Array,
+  cfg: ModelConfig,
+  interpret: bool = False,
+) -> list[jax.Array]:
+  """Normalizes and rotates the heads of one token per slot, and writes its keys and values to `recent` at `step`.
+
+  Args:
+    q: [S, 1, H, h]; k, v: [S, 1, K, h]; projections of the token.
+    p: parameters of the layer, with the scales [h] of the norms if the model has them.
+    table: (cos, sin) of the tokens, see `rope.tables`.
+    recent: keys and values [S, K, T, h], updated in place.
+    interpret: run it on the CPU, for tests.
+
+  Returns:
+    Queries [S, 1, H, h] float32, keys and values [S, K, T, h].
+  """
+  # The projections are parts of one product, whose concatenation XLA takes as that product.
+  projected = jnp.concatenate([q, k, v], axis=2)[:, 0]
+  norms = (p['q_norm'], p['k_norm']) if cfg.qk_norm else ()
+  arrays = projected, *(x[:, 0, 0] for x in table), jnp.reshape(step, (1,)).astype(jnp.int32), *norms, *recent
+  last = len(arrays) - 1
+  return pl.pallas_call(
+    functools.partial(_rotate_kernel, cfg=cfg),
+    grid=(k.shape[2], len(k)),
+    out_shape=[jax.ShapeDtypeStruct(q.shape, jnp.float32), *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in recent)],
+    input_output_aliases={last - 1: 1, last: 2},
+    compiler_params=plgpu.CompilerParams(num_warps=1),
+    interpret=interpret,
+    name='rotate',
+  )(*arrays)
+
+
+def _rotate_kernel(projected_ref, cos_ref, sin_ref, step_ref, *refs, cfg: ModelConfig):
+  """Makes the queries of one kv head of a slot, and writes its key and value; each head is read as two halves."""
+  *norm_refs, _, _, q_ref, k_ref, v_ref = refs  # the first two are the old entries, in the memory of the last two
+  kv_head, slot, step = pl.program_id(0), pl.program_id(1), step_ref[0]
+  (heads, size), kv_heads = q_ref.shape[2:], k_ref.shape[1]
+  group = heads // kv_heads
+  columns = jnp.arange(pl.next_power_of_2(size // 2))
+  halves, mask = (columns, columns + size // 2), columns < size // 2
+
+  def read(ref, *i):
+    return [plgpu.load(ref.at[*i, half], mask=mask, other=0).astype(jnp.float32) for half in halves]
+
+  def write(ref, *i, x):
+    for half, y in zip(halves, x):
+      plgpu.store(ref.at[*i, half], y.astype(ref.dtype), mask=mask)
+
+  (cos, _), (sin, _) = read(cos_ref, slot), read(sin_ref, slot)
+
+  def rotated(i, norm_ref):
+    x = read(projected_ref, slot, i)
+    if norm_ref is not None:
+      inverse = jax.lax.rsqrt(sum(jnp.sum(y * y) for y in x) / size + cfg.norm_eps)
+      x = [y * inverse * (scale + cfg.norm_offset) for y, scale in zip(x, read(norm_ref))]
+      x = [y.astype(projected_ref.dtype).astype(jnp.float32) for y in x]
+    return x[0] * cos - x[1] * sin, x[1] * cos + x[0] * sin
+
+  q_norm, k_norm = norm_refs or (None, None)
+  for head in [kv_head * group + i for i in range(group)]:
+    write(q_ref, slot, 0, head, x=rotated(head, q_norm))
+  write(k_ref, slot, kv_head, step, x=rotated(heads + kv_head, k_norm))
+  write(v_ref, slot, kv_head, step, x=read(projected_ref, slot, heads + kv_heads + kv_head))
 
 
 def attend(
@@ -84,7 +155,7 @@ def attend(
   """Attends to the filled entries of a cache and to the tokens of the current block.
 
   Args:
-    q: [S, K, G, h], scaled.
+    q: [S, K, G, h], which the kernel multiplies by the attention scale.
     cache: keys [S, K, N, h] and values [S, K, N, hv], of which the first `filled` [S] are valid; it may have more
       slots, which are not read.
     recent: keys [S, K, T, h] and values [S, K, T, hv] of the next tokens, of which the first `step` + 1 are valid.
@@ -108,10 +179,9 @@ def attend(
     (filled.astype(jnp.int32), (slots,), lambda h, s, i: (0,)),
     (jnp.reshape(step, (1,)).astype(jnp.int32), (1,), lambda h, s, i: (0,)),
   ]
-  static = _Static(window, cfg.chunked, cfg.attention_softcap)
   stages = _STAGES if max(wide, wide_v) <= _WIDE else _WIDE_STAGES
   out, lse2 = pl.pallas_call(
-    functools.partial(_kernel, sizes=(group, size, values), parts=parts, static=static),
+    functools.partial(_kernel, sizes=(group, size, values), parts=parts, window=window, cfg=cfg),
     grid=(heads, slots, parts),
     in_specs=[pl.BlockSpec(shape, index) for _, shape, index in arrays],
     out_specs=[
@@ -119,14 +189,14 @@ def attend(
       pl.BlockSpec((None, None, None, rows), lambda h, s, i: (i, s, h, 0)),
     ],
     out_shape=[
-      jax.ShapeDtypeStruct((parts, slots, heads, group, values), jnp.float32 if parts > 1 else q.dtype),
+      jax.ShapeDtypeStruct((parts, slots, heads, group, values), jnp.float32 if parts > 1 else cache[1].dtype),
       jax.ShapeDtypeStruct((parts, slots, heads, group), jnp.float32),
     ],
     compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=stages),
     interpret=interpret,
     name=f'decode_{window}',
   )(*(x for x, *_ in arrays))
-  return _merged(out, lse2, sinks).astype(q.dtype)
+  return _merged(out, lse2, sinks).astype(cache[1].dtype)
 
 
 def _merged(out: jax.Array, lse2: jax.Array, sinks: jax.Array | None) -> jax.Array:
@@ -146,7 +216,7 @@ def _merged(out: jax.Array, lse2: jax.Array, sinks: jax.Array | None) -> jax.Arr
 
 
 def _kernel(
-  q_ref, k_ref, v_ref, new_k_ref, new_v_ref, filled_ref, step_ref, out_ref, lse2_ref, *, sizes, parts, static: _Static
+  q_ref, k_ref, v_ref, new_k_ref, new_v_ref, filled_ref, step_ref, out_ref, lse2_ref, *, sizes, parts, window, cfg
 ):
   """Attends from the queries of a kv head to a part of the entries of its slot; part 0 includes the recent tokens.
 
@@ -156,13 +226,13 @@ def _kernel(
   filled, step, part = filled_ref[pl.program_id(1)], step_ref[0], pl.program_id(2)
   position = filled + step  # of the query
   first = jnp.int32(0)
-  if window := static.window:
-    first = jnp.maximum(0, position - position % window if static.chunked else position - window + 1)
+  if window:
+    first = jnp.maximum(0, position - position % window if cfg.chunked else position - window + 1)
   real = jnp.arange(q_ref.shape[0]) < group
-  q = _load(q_ref, real, size)
+  q = scale_queries(_load(q_ref, real, size).astype(jnp.float32), cfg).astype(k_ref.dtype)
 
   def add(carry, keys, vals, mask):
-    s, _ = attention_triton.scores(q, keys, static.cap)
+    s, _ = attention_triton.scores(q, keys, cfg.attention_softcap)
     return attention_triton.add_keys(carry, jnp.where(mask[None], s * attention_triton.LOG2_E, MASKED_LOGIT), vals)
 
   def add_cached(j, carry):

@@ -5,6 +5,7 @@ Legend: B rows, T tokens, D hidden size, L layers, H heads, K kv heads, h head s
 Both passes run the layers of `transformer.py`; `decode` attends over the cache.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -94,26 +95,38 @@ def decode(
   ks, vs, experts, states = list(recent.k), list(recent.v), list(recent.experts), list(recent.states)
   put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=step, axis=2)
 
-  def attend(q, _k, _v, cache_entries, layer, window, p):
-    """Adds the entries of a layer to `ks` and `vs`, and attends to them and to the cache."""
+  def attend(q, k, v, cache_entries, layer, window, p, table):
+    """Adds the entries of a layer to `ks` and `vs`, and attends to them and to the cache.
+
+    table: RoPE table by which a kernel rotates the projections q, k and v, or None.
+    """
+    if table:
+      q, ks[layer], vs[layer] = decode_triton.rotate_and_write(q, k, v, p, table, (ks[layer], vs[layer]), step, cfg)
+      cache_entries = ()
     for recent_entries, new in zip((ks, vs), cache_entries):
       recent_entries[layer] = jax.tree.map(put, recent_entries[layer], to_cache_type(new.swapaxes(1, 2), compute))
     entries = layer_entries(cache, layer, step), [ks[layer], *vs[layer : layer + 1]]
-    options = dict(filled=filled, step=step, window=window, sinks=p.get('sinks'), cfg=cfg, compute=compute)
-    form = dict(latent='kv_a' in p, one_token=tokens.ndim == 1, layout=constrain)
+    options = dict(filled=filled, step=step, window=window, sinks=p.get('sinks'), cfg=cfg)
+    form = dict(compute=compute, latent='kv_a' in p, kernel=kernel, layout=constrain)
     return _attend_to_entries(q, *entries, **form, **options), None
 
-  run_layer = functools.partial(transformer.layer, cfg=cfg, compute=compute, layout=constrain, absorbed=True)
+  kernel = compute.decode_kernel and tokens.ndim == 1
+  if kernel:
+    from jaxpost.models import decode_triton
+
+  run_layer = functools.partial(transformer.layer, compute=compute, layout=constrain, absorbed=True)
   for i, (p, kind) in enumerate(zip(weights['layers'], cfg.layer_kinds)):
     p = p(x) if callable(p) else p
     place = cfg.place_in_cache(i)
-    attend_layer = functools.partial(attend, layer=place, window=kind.window, p=p)
-    recur = None
+    table, recur = rope.pick(tables, kind.rope), None
+    in_kernel = kernel and decode_triton.rotates(cfg, table, constrain)
+    attend_layer = functools.partial(attend, layer=place, window=kind.window, p=p, table=table if in_kernel else None)
+    table, layer_cfg = (None, dataclasses.replace(cfg, qk_norm='')) if in_kernel else (table, cfg)
     if cfg.layer_stacks[i] in STATEFUL:
       from jaxpost.models import hybrid
 
       recur = hybrid.over_state(cfg, states, place, compute, constrain)
-    x, _, routing = run_layer(p, x, rope.pick(tables, kind.rope), attend_layer, recur=recur)
+    x, _, routing = run_layer(p, x, table, attend_layer, layer_cfg, recur=recur)
     x = constrain(x, 'batch', None, None)
     record = cfg.place_of_experts(i)
     if experts and routing and record is not None:
@@ -123,23 +136,22 @@ def decode(
 
 
 def _attend_to_entries(
-  q: jax.Array, cached: list, recent: list, *, latent: bool, one_token: bool, layout: Any, cfg, compute, **options
+  q: jax.Array, cached: list, recent: list, *, latent: bool, kernel: bool, layout: Any, compute: Compute, **options
 ) -> jax.Array:
   """Attends to the entries of a layer; `options` are the other arguments of `cached_attention`.
 
-  latent: the entries are those of multi-head latent attention. one_token: each slot has one query.
+  latent: the entries are those of multi-head latent attention.
   """
-  options |= dict(cfg=cfg, compute=compute)
   if latent:
     from jaxpost.models import mla
 
-    q, cached, recent, choose = mla.from_cache(q, cached, recent, cfg, compute)
-    return cached_attention(q, cached, recent, choose=choose, **options)
-  if compute.decode_kernel and one_token:
+    q, cached, recent, choose = mla.from_cache(q, cached, recent, options['cfg'], compute)
+    return cached_attention(q, cached, recent, choose=choose, compute=compute, **options)
+  if kernel:
     from jaxpost.models import decode_triton
 
     return decode_triton.cached_attention(q, cached, recent, layout=layout, **options)
-  return cached_attention(q, cached, recent, **options)
+  return cached_attention(q, cached, recent, compute=compute, **options)
 
 
 def to_cache_type(x: jax.Array, compute: Compute) -> Any:

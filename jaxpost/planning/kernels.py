@@ -33,6 +33,8 @@ def cost(op: hlo.Op, arguments: list[hlo.Array], filled: int = 0) -> tuple[float
   if _target(op) == _TRITON_TARGET:
     if match := _DECODE_NAME.search(hlo.op_name(op)):
       return _decode(arguments, int(match[1]), filled)
+    if hlo.op_name(op).endswith('/rotate/pallas_call'):
+      return 0.0, _entries_of_one_token(arguments)
     if match := _GROUPED_NAME.search(hlo.op_name(op)):
       return _rows_by_groups(op, arguments) if match[1] == 'rows' else _groups_of_rows(op, arguments)
     match = _TRITON_NAME.search(hlo.op_name(op))
@@ -126,3 +128,9 @@ def _decode(arguments: list[hlo.Array], window: int, filled: int) -> tuple[float
   unread = (1 - slots / k.dims[0] * entries / k.dims[2]) * (k.bytes + v.bytes)
   unread += sum(new.bytes for new in arguments[3:5]) / 2  # a step reads the tokens of the block up to itself
   return flops, -unread
+
+
+def _entries_of_one_token(arguments: list[hlo.Array]) -> float:
+  """Returns extra bytes: of the entries of a block, which are arguments and results, one token's are written."""
+  keys, values = arguments[-2:]
+  return -(2 - 1 / keys.dims[2]) * (keys.bytes + values.bytes)
