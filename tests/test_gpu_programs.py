@@ -281,8 +281,9 @@ def test_programs_of_a_config_compile_for_gpus(name, gpus):
       assert not facts['unknown'], (program, facts)
   for facts in programs.get('generate', ()):
     # A layer has 4 products, attention, 2 norms, 2 sums with the residual, the activation, the sum of the parts of the
-    # first product, and the kernel that rotates heads and writes to the cache.
-    assert 0 < facts['layer'] <= 12
+    # first product, and the kernel that rotates heads and writes to the cache. If devices split the heads of a model, XLA
+    # does what this kernel does.
+    assert 0 < facts['layer'] <= {8: 12, 64: 16}[gpus]
   for facts in programs['update']:
     sent, least = (facts[k]['reduce-scatter']['fsdp'] for k in ('found', 'least'))
     assert 0 < sent <= 1.05 * least
