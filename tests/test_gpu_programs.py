@@ -281,8 +281,8 @@ def test_programs_of_a_config_compile_for_gpus(name, gpus):
       assert not facts['unknown'], (program, facts)
   for facts in programs.get('generate', ()):
     # A layer has 4 products, attention, 2 norms, 2 sums with the residual, the activation, the sum of the parts of the
-    # first product, and the kernel that rotates heads and writes to the cache. If devices split the heads of a model, XLA
-    # does what this kernel does.
+    # first product, and the kernel that rotates heads and writes to the cache. Where devices split the heads, XLA does
+    # what this kernel does.
     assert 0 < facts['layer'] <= {8: 12, 64: 16}[gpus]
   for facts in programs['update']:
     sent, least = (facts[k]['reduce-scatter']['fsdp'] for k in ('found', 'least'))
@@ -328,8 +328,8 @@ def test_planned_memory_of_recipes_fits_80_gb_as_estimated(tmp_path, recipe):
 @needs_cuda
 @pytest.mark.long
 # The gradients of queries and of keys are two kernels that both compute the scores. Here, where a row counts as one
-# document, that adds 3 % to the FLOPs.
-@pytest.mark.parametrize('remat, flops, gib', [('auto', 1.061, 56), ('full', 1.281, 15)])
+# document, that adds 3 % to the FLOPs. With jax 0.12, 'full' takes 0.2 GiB more than with 0.10.
+@pytest.mark.parametrize('remat, flops, gib', [('auto', 1.061, 56), ('full', 1.281, 15.2)])
 def test_planned_update_of_packed_rows_stays_within_flops_and_memory_bounds(tmp_path, remat, flops, gib):
   (update,) = planned(
     tmp_path,

@@ -204,6 +204,12 @@ def _sizes(work: AttentionShape) -> tuple[int, int]:
   return rows, kv_heads if rows * kv_heads * size <= _LARGE else 1
 
 
+def _normal_numbers() -> Callable[..., jax.Array]:
+  """Returns draw(*shape, dtype='float32'), which draws other numbers at each call."""
+  keys = iter(jax.random.split(jax.random.key(0), 10))
+  return lambda *shape, dtype='float32': jax.random.normal(next(keys), shape).astype(dtype)
+
+
 def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str, float]:
   """Returns the errors of a kernel: {'out': of the result, 'q', 'k', 'v' and perhaps 'sinks': of their gradients}.
 
@@ -221,15 +227,10 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
   length, size, values = work.length, work.head_dim, work.value_dim
   rows, kv_heads = _sizes(work)
   heads = kv_heads * (work.heads // work.kv_heads)
-  keys = jax.random.split(jax.random.key(0), 5)
-
-  def draw(key: jax.Array, *shape: int) -> jax.Array:
-    return jax.random.normal(key, (rows, length, *shape)).astype(dtype)
-
-  inputs = (draw(keys[0], heads, size), draw(keys[1], kv_heads, size), draw(keys[2], kv_heads, values))
-  if work.sinks:
-    inputs += (jax.random.normal(keys[4], (heads,)),)
-  g = draw(keys[3], heads, values).astype(jnp.float32)
+  draw = _normal_numbers()
+  inputs = [draw(rows, length, *shape, dtype=dtype) for shape in ((heads, size), (kv_heads, size), (kv_heads, values))]
+  inputs += [draw(heads)] if work.sinks else []
+  g = draw(rows, length, heads, values, dtype=dtype).astype(jnp.float32)
   packed = _packed_rows(work, rows)
   float32 = Compute('float32', q_chunk=max(16, min(length, _SCORES // (heads * length))))
 
@@ -270,16 +271,12 @@ def _token_errors(work: AttentionShape, dtype: str, normed: bool) -> dict[str, f
   group = work.heads // work.kv_heads
   fields = dict(norm_eps=1e-6, norm_offset=0.5, rotary_dim=0, ropes=(Rope(),), qk_norm='head' if normed else '')
   cfg: Any = types.SimpleNamespace(**work._asdict(), **fields)
-  keys = jax.random.split(jax.random.key(0), 8)
-
-  def draw(key: jax.Array, *shape: int) -> jax.Array:
-    return jax.random.normal(key, shape).astype(dtype)
-
-  inputs = [draw(key, slots, 1, heads, size) for key, heads in zip(keys, (kv_heads * group, kv_heads, kv_heads))]
-  recent = [draw(key, slots, kv_heads, block, size) for key in keys[3:5]]
-  angle = jnp.tile(jax.random.normal(keys[5], (slots, 1, 1, size // 2)), 2)
+  draw = _normal_numbers()
+  inputs = [draw(slots, 1, heads, size, dtype=dtype) for heads in (kv_heads * group, kv_heads, kv_heads)]
+  recent = [draw(slots, kv_heads, block, size, dtype=dtype) for _ in ('keys', 'values')]
+  angle = jnp.tile(draw(slots, 1, 1, size // 2), 2)
   table = jnp.cos(angle), jnp.sin(angle)
-  p = dict(q_norm=jax.random.normal(keys[6], (size,)), k_norm=jax.random.normal(keys[7], (size,)))
+  p = dict(q_norm=draw(size), k_norm=draw(size))
 
   @functools.partial(jax.jit, compiler_options=compiler_options())
   def measured(inputs, recent, table, p):
@@ -303,15 +300,11 @@ def _decode_error(work: AttentionShape, dtype: str, window: int, slots: int, hel
   filled = jnp.resize(jnp.array([0, 33, room // 2 + 1, room, 1, room - 1]), slots)
   kv_heads = min(work.kv_heads, _HEADS)
   heads = kv_heads * (work.heads // work.kv_heads)
-  keys = jax.random.split(jax.random.key(0), 6)
-
-  def draw(key: jax.Array, *shape: int) -> jax.Array:
-    return jax.random.normal(key, shape).astype(dtype)
-
-  q = draw(keys[0], slots, 1, heads, work.head_dim)
-  cache = draw(keys[1], held, kv_heads, room, work.head_dim), draw(keys[2], held, kv_heads, room, work.value_dim)
-  recent = draw(keys[3], slots, kv_heads, block, work.head_dim), draw(keys[4], slots, kv_heads, block, work.value_dim)
-  sinks = jax.random.normal(keys[5], (heads,)) if work.sinks else None
+  draw, sizes = _normal_numbers(), (work.head_dim, work.value_dim)
+  q = draw(slots, 1, heads, work.head_dim, dtype=dtype)
+  cache = [draw(held, kv_heads, room, size, dtype=dtype) for size in sizes]
+  recent = [draw(slots, kv_heads, block, size, dtype=dtype) for size in sizes]
+  sinks = draw(heads) if work.sinks else None
 
   @functools.partial(jax.jit, compiler_options=compiler_options())
   def measured(q, cache, recent, sinks):
