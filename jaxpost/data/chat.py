@@ -14,7 +14,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -36,13 +36,6 @@ _OPENING = re.compile(r'\s*(<\w+>\s*)?(</\w+>\s*)?(<\|channel\|>(\w+<\|message\|
 _THINK_BLOCK = re.compile(r'(<\w+>\s*)?(</\w+>\s*)?\Z')  # may end a generation prompt, opened or empty
 
 
-class _TurnPrompt(NamedTuple):
-  """The text after which a turn is generated."""
-
-  text: str
-  header: str  # the generation prompt, with which `text` ends
-
-
 def make_example(tokenizer: Tokenizer, row: Row, where: str, *, train_on: str = 'assistant') -> Example:
   """Encodes one row as an Example.
 
@@ -57,15 +50,14 @@ def make_example(tokenizer: Tokenizer, row: Row, where: str, *, train_on: str = 
     raise InputError(f'train_on={train_on!r} is none of {", ".join(TRAIN_ON)}')
   if row.get('messages') is not None:
     messages = messages_lib.check_messages(row['messages'], f'{where}: messages')
-    return _chat(tokenizer, messages, first=0, row=row, where=where, train_on=train_on)
+    return _encode_chat(tokenizer, messages, first=0, row=row, where=where, train_on=train_on)
   if row.get('prompt') is not None and row.get('completion') is not None:
     return _pair(tokenizer, row, where, train_on)
   if row.get('text') is not None and 'prompt' not in row:
     text = messages_lib.check_text(row['text'], f'{where}: text')
     ids = [*tokenizer.bos_ids, *tokenizer.encode(text), tokenizer.eos_id]
     return _example(ids, [True] * len(ids))
-  empty = [c for c in ('messages', 'prompt', 'completion', 'text') if c in row and row[c] is None]
-  if empty:
+  if empty := [c for c in ('messages', 'prompt', 'completion', 'text') if c in row and row[c] is None]:
     raise InputError(f'{where}: {empty[0]}: is null')
   raise InputError(
     f'{where}: needs the columns messages, or prompt and completion, or text; it has {messages_lib.columns_of(row)}'
@@ -84,7 +76,7 @@ def _pair(tokenizer: Tokenizer, row: Row, where: str, train_on: str) -> Example:
     completion = messages_lib.check_messages(completion, f'{where}: completion')
     if completion[: len(prompt)] == prompt:
       raise InputError(f'{where}: the answer begins with its prompt, which would be there twice; remove one of them')
-    return _chat(tokenizer, prompt + completion, first=len(prompt), row=row, where=where, train_on=train_on)
+    return _encode_chat(tokenizer, prompt + completion, first=len(prompt), row=row, where=where, train_on=train_on)
   messages_lib.check_text(prompt, f'{where}: prompt')
   messages_lib.check_text(completion, f'{where}: completion')
   prompt_ids = [*tokenizer.bos_ids, *tokenizer.encode(prompt)]
@@ -95,87 +87,161 @@ def _pair(tokenizer: Tokenizer, row: Row, where: str, train_on: str) -> Example:
 
 def continuation(tokenizer: Tokenizer, prompt: str, text: str) -> list[int]:
   """Returns the token ids of `text` that follow the ids of `prompt`."""
-  if not tokenizer.adds_space:
-    return tokenizer.encode(text)
-  # Encoded alone, the text would get a leading space, which it does not have after the prompt.
-  prompt_ids = tokenizer.encode(prompt)
-  joint_ids = tokenizer.encode(prompt + text)
-  if joint_ids[: len(prompt_ids)] == prompt_ids:
-    return joint_ids[len(prompt_ids) :]
+  if tokenizer.adds_space:  # Encoded alone, the text would get a space before it, which it does not have here.
+    prompt_ids, joint_ids = tokenizer.encode_all([prompt, prompt + text])
+    if joint_ids[: len(prompt_ids)] == prompt_ids:
+      return joint_ids[len(prompt_ids) :]
   return tokenizer.encode(text)
 
 
-def _chat(tokenizer: Tokenizer, messages: list[Message], first: int, row: Row, where: str, train_on: str) -> Example:
+def _encode_chat(
+  tokenizer: Tokenizer, messages: list[Message], first: int, row: Row, where: str, train_on: str
+) -> Example:
   """Encodes a chat; its assistant turns from message `first` on are trained."""
-  turns = [n for n, m in enumerate(messages) if n >= first and m['role'] == 'assistant']
-  if not turns and train_on != 'all':
+  assistant = [n for n, m in enumerate(messages) if m['role'] == 'assistant']
+  trained = [n for n in assistant if n >= first][-1 if train_on == 'completion' else 0 :]
+  if not trained and train_on != 'all':
     raise InputError(f'{where}: has no assistant turn, so nothing to train on')
   render = functools.partial(tokenizer.render_chat, row=row, where=where)
   text, marked = render(messages)
+  turns = [_Turn(messages[:n], messages[n], messages[n + 1 :], text, render, where=where) for n in trained]
   if train_on == 'all':
     if any('weight' in m for m in messages):
       raise InputError(f"{where}: messages have a weight, which train_on='all' ignores; use 'assistant', or drop it")
-    for n in turns:
-      _check_shown(messages[n], text, f'{where}: message {n}')
-    return _example(*_encode_spans(tokenizer, text, [(0, len(text))], [1], where))
-  if train_on == 'completion':
-    turns = turns[-1:]
-  prompt = functools.cache(lambda n: _prompt(render, messages[:n]))
-  if marked is not None:
-    spans = _marked_spans(marked, messages, turns, where)
+    for turn in turns:
+      turn.check_shown(text)
+    return _encode_text(tokenizer, text, [((0, len(text)), 1)], where)
+  if marked is None:
+    spans = [turn.find(tokenizer.special_texts) for turn in turns]
+  elif len(marked) == len(assistant):
+    spans = [marked[assistant.index(n)] for n in trained]
   else:
-    spans = [_span(tokenizer, render, text, messages, n, prompt=prompt(n), where=where) for n in turns]
-  weights = [messages[n].get('weight', 1) for n in turns]
-  trained = [(n, span) for n, span, weight in zip(turns, spans, weights) if weight]
-  unseen = [_check_turn(messages, n, text, span, header=prompt(n).header, where=where) for n, span in trained]
-  example = _example(*_encode_spans(tokenizer, text, spans, weights, where))
-  return dataclasses.replace(example, unseen=next(filter(None, unseen), ''))
-
-
-def _marked_spans(marked: list[Span], messages: list[Message], turns: list[int], where: str) -> list[Span]:
-  """Returns the spans of `turns` among `marked`, the spans that the template's markers give to all assistant turns."""
-  assistant_turns = [n for n, m in enumerate(messages) if m['role'] == 'assistant']
-  if len(marked) != len(assistant_turns):
-    counts = f'{len(marked)} generations for {len(assistant_turns)} assistant turns'
+    counts = f'{len(marked)} generations for {len(assistant)} assistant turns'
     raise InputError(f'{where}: the chat template marks {counts}; repair its generation markers')
-  return [marked[assistant_turns.index(n)] for n in turns]
+  weights = [turn.message.get('weight', 1) for turn in turns]
+  warnings = [turn.check(span) for turn, span, weight in zip(turns, spans, weights) if weight]
+  example = _encode_text(tokenizer, text, list(zip(spans, weights)), where)
+  return dataclasses.replace(example, unseen=next(filter(None, warnings), ''))
 
 
-def _span(
-  tokenizer: Tokenizer, render: Callable, text: str, messages: list[Message], n: int, *, prompt: _TurnPrompt, where: str
-) -> Span:
-  """Finds the characters of `text` that the assistant generates as message n after `prompt`.
+@dataclasses.dataclass(frozen=True)
+class _Turn:
+  """A turn of the assistant, between the other messages of its chat.
 
-  The chat rendered with another message n differs from `text` only there. This also holds for templates that render a
-  turn differently once other turns follow (Qwen3 drops its reasoning). For these, the rendering of the chat up to the
-  turn would not be a prefix of `text`.
+  Attributes:
+    text: the whole chat as it is rendered.
+    render: renders other messages as `text` was rendered; see `Tokenizer.render_chat`.
+    where: names the row.
   """
-  sentinel = next((s for s in _SENTINELS if s[0] not in text), None)
-  if sentinel is None:
-    raise InputError(f'{where}: has all private-use characters that mark turns; remove one pair of them')
-  prompt_text, header = prompt
-  replacement = {'role': 'assistant', 'content': sentinel}
-  try:
-    changed, _ = render(messages[:n] + [replacement] + messages[n + 1 :])
-  except InputError:  # some templates refuse the answer of a tool without the call before it
-    until, _ = render(messages[: n + 1])
-    if not prompt_text or not text.startswith(prompt_text) or not text.startswith(until):
-      raise
-    return len(prompt_text), len(until.rstrip())
-  if sentinel not in changed:
-    raise InputError(f'{where}: the chat template leaves out message {n}; train on text, or set another template')
-  start = common_length(text, changed)
-  end = len(text) - common_length(text[start:][::-1], changed[start:][::-1])
-  start = len(prompt_text) if header and text[:start].startswith(prompt_text) else _turn_start(header, text, start)[0]
-  if end < start:
-    problem = f'renders message {n} differently than its generation prompt'
-    raise InputError(f'{where}: the chat template {problem}; add generation markers to the template')
-  # Include the special token that ends the turn. It begins at `end`, or before if both renderings share a part of it.
-  for special in tokenizer.special_texts:
-    at = text.find(special, max(start, end - len(special) + 1), end + len(special))
-    if at >= 0:
-      return start, at + len(special)
-  return start, end
+
+  before: list[Message]
+  message: Message
+  after: list[Message]
+  text: str
+  render: Callable[..., tuple[str, list[Span] | None]]
+  where: str
+
+  @functools.cached_property
+  def prompt(self) -> str:
+    """The text after which the turn is sampled; '' if no message is before it."""
+    return self.render(self.before, generation_prompt=True)[0] if self.before else ''
+
+  @functools.cached_property
+  def header(self) -> str:
+    """The generation prompt, with which `prompt` ends; '' if the template has none."""
+    without_header = self.render(self.before)[0] if self.before else ''
+    return self.prompt[len(without_header) :] if self.prompt.startswith(without_header) else ''
+
+  def find(self, special_texts: Sequence[str]) -> Span:
+    """Returns the span of `text` that the assistant generates, up to the special token that ends the turn.
+
+    The chat rendered with another content of the turn differs from `text` only there. This also holds for templates
+    that render a turn differently once other turns follow (Qwen3 drops its reasoning). For these, the rendering of the
+    chat up to the turn would not be a prefix of `text`.
+    """
+    header, prompt, text = self.header, self.prompt, self.text
+    sentinel = next((s for s in _SENTINELS if s[0] not in text), None)
+    if sentinel is None:
+      raise InputError(f'{self.where}: has all private-use characters that mark turns; remove one pair of them')
+    try:
+      changed, _ = self.render([*self.before, {'role': 'assistant', 'content': sentinel}, *self.after])
+    except InputError:  # some templates refuse the answer of a tool without the call before it
+      until, _ = self.render([*self.before, self.message])
+      if not prompt or not text.startswith(prompt) or not text.startswith(until):
+        raise
+      return len(prompt), len(until.rstrip())
+    template, n = f'{self.where}: the chat template', len(self.before)
+    if sentinel not in changed:
+      raise InputError(f'{template} leaves out message {n}; train on text, or set another template')
+    # From `content` to `end` the two renderings differ.
+    content = common_length(text, changed)
+    end = len(text) - common_length(text[content:][::-1], changed[content:][::-1])
+    after_prompt = header and text.startswith(prompt, 0, content)
+    start = len(prompt) if after_prompt else _find_header(header, text, content)[1]
+    if end < start:
+      problem = f'renders message {n} differently than its generation prompt'
+      raise InputError(f'{template} {problem}; add generation markers to the template')
+    for special in special_texts:  # begins at `end`, or before if both renderings share a part of it
+      at = text.find(special, max(start, end - len(special) + 1), end + len(special))
+      if at >= 0:
+        return start, at + len(special)
+    return start, end
+
+  def check(self, span: Span) -> str:
+    """Returns a warning if `text` has another header before this trained turn than sampling; '' if not.
+
+    Raises:
+      InputError: the template leaves out the reasoning or a call of the message, or has a switch for its header.
+    """
+    header, reasons = self.header, bool(_reasoning(self.message))
+    trained_after = self.text[slice(*_find_header(header, self.text, span[0]))]
+    self.check_shown(self.text[slice(*span)])
+    if trained_after in ('', header):
+      return ''
+    problem = f'is trained after {trained_after!r}, which sampling never sees, as its prompts end in {header!r}'
+    problem = f'{self.where}: message {len(self.before)}: {problem}'
+    if reasons or not self.after:
+      switch = f'set config.data.template_kwargs.enable_thinking={reasons}'
+      raise InputError(f'{problem}; {switch}, or the column chat_template_kwargs of the row')
+    # Only a warning: some templates drop the empty <think> block of turns that others follow.
+    return problem
+
+  def check_shown(self, rendered: str) -> None:
+    """Raises InputError if `rendered` lacks the reasoning of this trained turn or a tool call."""
+    where = f'{self.where}: message {len(self.before)}: the chat template'
+    for call in self.message.get('tool_calls', ()):
+      name = (call.get('function') or call)['name']
+      if name not in rendered:
+        problem = f'leaves out its call of {messages_lib.shown(name)}'
+        raise InputError(f'{where} {problem}; set config.data.chat_template to a template that shows tool calls')
+    if _reasoning(self.message) not in rendered:
+      raise InputError(
+        f'{where} drops its reasoning, as templates do once later turns follow; set '
+        "train_on='completion' (last turn only) or make it the last turn of a row of its own"
+      )
+
+
+def _reasoning(message: Message) -> str:
+  """Returns the reasoning of a turn, from a field of its own or a <think> block of the content; '' if it has none."""
+  reasoning = next(filter(None, map(message.get, messages_lib.REASONING)), '')
+  before, closed, _ = message['content'].partition('</think>')
+  if closed and not reasoning:
+    reasoning = before.rpartition('<think>')[2]
+  return reasoning.strip()
+
+
+def _find_header(header: str, text: str, content: int) -> Span:
+  """Returns the span in `text` of a turn's header, its generation prompt; (content, content) if it is not found.
+
+  Templates may put an opened or empty <think> block, or a channel, between the header and the content of the turn,
+  which begins at `content`. A block that `header` itself ends in may be missing from `text`.
+  """
+  without_block = _THINK_BLOCK.sub('', header) or header
+  at = text.rfind(without_block, 0, content) if without_block else -1
+  if at < 0 or not _OPENING.fullmatch(text[at + len(without_block) : content]):
+    return content, content
+  shown = header if text.startswith(header, at) else without_block
+  return at, at + len(shown)
 
 
 def common_length(a: str, b: str) -> int:
@@ -186,93 +252,25 @@ def common_length(a: str, b: str) -> int:
   return int(differences[0]) if len(differences) else size
 
 
-def _turn_start(header: str, text: str, start: int) -> tuple[int, str]:
-  """Moves the start of a turn from its content back to the end of `header`, its generation prompt.
-
-  Templates may put an opened or empty <think> block, or a channel, between the two. The part of the block that `header`
-  has belongs to the prompt.
-
-  Returns:
-    The new start, and the part of `header` that comes before it; (start, '') if `header` is not found.
-  """
-  without_block = _THINK_BLOCK.sub('', header) or header
-  at = text.rfind(without_block, 0, start) if without_block else -1
-  if at < 0 or not _OPENING.fullmatch(text[at + len(without_block) : start]):
-    return start, ''
-  shown = header if text.startswith(header, at) else without_block
-  return at + len(shown), shown
-
-
-def _prompt(render: Callable, messages: list[Message]) -> _TurnPrompt:
-  """Returns the prompt of the turn that follows `messages`."""
-  if not messages:
-    return _TurnPrompt('', '')
-  short, _ = render(messages)
-  long, _ = render(messages, generation_prompt=True)
-  return _TurnPrompt(long, long[len(short) :] if long.startswith(short) else '')
-
-
-def _check_turn(messages: list[Message], n: int, text: str, span: Span, *, header: str, where: str) -> str:
-  """Returns a warning if `text` has another header before trained message n than sampling (`header`); '' if not.
-
-  Raises:
-    InputError: the template leaves out the reasoning or a call of the message, or has a switch for its header.
-  """
-  reasoning = _check_shown(messages[n], text[slice(*span)], f'{where}: message {n}')
-  trained_after = _turn_start(header, text, span[0])[1]
-  if trained_after in ('', header):
-    return ''
-  problem = f'is trained after {trained_after!r}, which sampling never sees, as its prompts end in {header!r}'
-  problem = f'{where}: message {n}: {problem}'
-  if reasoning or n == len(messages) - 1:
-    switch = f'set config.data.template_kwargs.enable_thinking={bool(reasoning)}'
-    raise InputError(f'{problem}; {switch}, or the column chat_template_kwargs of the row')
-  # Only a warning: some templates drop the empty <think> block of turns that others follow.
-  return problem
-
-
-def _check_shown(message: Message, rendered: str, where: str) -> str:
-  """Returns the reasoning of a trained turn; InputError if the template leaves out the reasoning or a tool call."""
-  for call in message.get('tool_calls', ()):
-    name = (call.get('function') or call)['name']
-    if name not in rendered:
-      problem = f'the chat template leaves out its call of {messages_lib.shown(name)}'
-      raise InputError(f'{where}: {problem}; set config.data.chat_template to a template that shows tool calls')
-  reasoning = next((message[key] for key in messages_lib.REASONING if message.get(key)), '')
-  content = message['content']
-  if not reasoning and '</think>' in content:
-    reasoning = content.split('</think>')[0].split('<think>')[-1]
-  if isinstance(reasoning, str) and reasoning.strip() not in rendered:
-    raise InputError(
-      f'{where}: the chat template drops its reasoning, as templates do once later turns follow; set '
-      "train_on='completion' (last turn only) or make it the last turn of a row of its own"
-    )
-  return str(reasoning).strip()
-
-
-def _encode_spans(
-  tokenizer: Tokenizer, text: str, spans: Sequence[Span], weights: Sequence[float], where: str
-) -> tuple[list[int], Sequence[float] | np.ndarray]:
-  """Returns the token ids of `text`, and for each the weight of the span that it is in, or 0."""
-  cuts = sorted({0, len(text), *itertools.chain.from_iterable(spans)})
-  starts = {start for start, _ in spans}
+def _encode_text(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[Span, float]], where: str) -> Example:
+  """Encodes a text; the weight of a token is that of the span it is in, or 0. No token crosses the start of a span."""
 
   def weight(a: int, b: int) -> float:
-    return next((w for (start, end), w in zip(spans, weights) if start <= a and b <= end), 0)
+    return next((weight for (start, end), weight in spans if start <= a < b <= end), 0)
 
   if not tokenizer.adds_space:
+    cuts = sorted({0, len(text), *itertools.chain.from_iterable(span for span, _ in spans)})
     parts = list(zip(cuts, cuts[1:]))
     encoded = tokenizer.encode_all([text[a:b] for a, b in parts])
-    counts = np.fromiter(map(len, encoded), int)
-    return list(itertools.chain.from_iterable(encoded)), np.repeat([weight(a, b) for a, b in parts], counts)
+    weights = np.repeat([*itertools.starmap(weight, parts)], [*map(len, encoded)])
+    return _example([*itertools.chain.from_iterable(encoded)], weights)
   # The tokenizer would add a space to each part, so the text is encoded as a whole.
   ids, offsets = tokenizer.offsets(text)
-  mask = [weight(a, b) if b > a else 0 for a, b in offsets]
   for n, (a, b) in enumerate(offsets):
-    if any(a < start < b for start in starts):
+    if any(a < start < b for (start, _), _ in spans):
       problem = f'the tokenizer joins {text[a:b]!r} across the start of an assistant turn (token {n})'
       raise InputError(f'{where}: {problem}; use a chat template that suits it')
-  return ids, mask
+  return _example(ids, [*itertools.starmap(weight, offsets)])
 
 
 def _example(ids: Sequence[int], weights: Sequence[float] | np.ndarray) -> Example:
