@@ -30,7 +30,8 @@ def apply_experts(
   x: jax.Array,
   weights: jax.Array,
   chosen: jax.Array,
-  first: jax.Array | int,
+  first: jax.Array | int = 0,
+  *,
   cfg: ModelConfig,
   compute: Compute,
   room: int = 0,
@@ -45,7 +46,7 @@ def apply_experts(
     room: rows of a round; 0: no rounds.
 
   Returns:
-    [N, D] float32.
+    [N, D] in `compute.residual`, summed in float32.
   """
   num_local = len(p['up'])
   top_k = chosen.shape[1]
@@ -56,14 +57,14 @@ def apply_experts(
   if room and room < len(order):
     padding = (0, -len(order) % room)
     order, expert = jnp.pad(order, padding), jnp.pad(expert, padding, constant_values=num_local)
-    return _in_rounds(p, x, weights, order, expert, cfg=cfg, compute=compute, room=room)
+    return _in_rounds(p, x, weights, order, expert, cfg=cfg, compute=compute, room=room).astype(compute.residual)
   inverse = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
   y, weights = jnp.repeat(x, top_k, axis=0), weights.reshape(-1, 1)
   if cfg.experts.on_inputs:
     y, weights = (y * weights).astype(y.dtype), 1.0
   y = _mlp_by_expert(p, _permute(y, order, inverse), expert, cfg, compute)
   y = _permute(y, inverse, order) * weights
-  return jnp.sum(y.reshape(*chosen.shape, -1), axis=1)
+  return jnp.sum(y.reshape(*chosen.shape, -1), axis=1).astype(compute.residual)
 
 
 def _weighted_mlp(

@@ -174,14 +174,13 @@ def layer(
   x = x + norm(out, 'attention_post_norm').astype(x.dtype)
   y, routing = norm(x, 'mlp_norm'), None
   if cfg.experts:
-    dense = {k.removeprefix(moe.SHARED_PREFIX): v for k, v in p.items() if k.startswith(moe.SHARED_PREFIX)}
     # The norm of the router's input has no scale; the router's matrix is multiplied by a scale instead.
     router = p['router'] * (p['router_in'] * cfg.hidden_size**-0.5)[:, None]
     router_input = layers.rms_norm(x.astype(jnp.float32), 1.0, cfg)
     experts_out, routing = moe.mlp(
       p | {'router': router}, norm(x, 'experts_norm'), cfg, compute, layout, chosen=chosen, router_input=router_input
     )
-    dense_out = layers.mlp(dense, y, cfg, compute, layout)
+    dense_out = layers.mlp(moe.shared_params(p), y, cfg, compute, layout)
     out = norm(dense_out, 'shared_post_norm') + norm(experts_out, 'experts_post_norm')
   else:
     out = layers.mlp(p, y, cfg, compute, layout)

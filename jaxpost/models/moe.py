@@ -3,9 +3,9 @@
 Legend: B rows, T tokens, N tokens in all, D hidden size, F size of an expert,
 E experts, k of them for a token, L layers.
 
-`mlp` is the layer. It shards over the mesh and calls `_mlp_on_device`, which routes (`routing.py`), dispatches tokens
-to the devices of their experts (`expert_parallel.py`), applies the experts (`expert_mlp.py`) and combines. Nothing is
-dropped and nothing is padded to a capacity. `param_rows` declares the parameters.
+`mlp` is the layer. Each device routes its tokens (`routing.py`) and applies their experts (`expert_mlp.py`). On a mesh,
+`_apply_on_mesh` dispatches tokens to the devices of their experts before that and combines the outputs after it
+(`expert_parallel.py`). Nothing is dropped and nothing is padded to a capacity. `param_rows` declares the parameters.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -29,29 +29,12 @@ from jaxpost.models.routing import Routing, route
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
 
-SHARED_PREFIX = 'shared_'  # of the parameters of the shared expert
+_SHARED = 'shared_'  # prefix of the parameters of the shared expert
+_ROUTER = ('router', 'router_bias', 'router_choice', 'router_scale')
 _MATRICES = ('gate', 'up', 'down')
 # Rows that a GPU multiplies without rounds, even if one device gets all of them, as in decoding: the host waits for the
 # device at each round. With more rows, as in training, rounds without rows would cost more than the wait.
 _ROWS_AT_ONCE = 8192
-
-
-class _Sharding(NamedTuple):
-  """How the layer is split over a mesh, as one device needs to know it.
-
-  Attributes:
-    specs: {parameter: its partition}.
-    size: devices along the 'expert' axis.
-    tokens_split: devices along that axis hold different tokens.
-    exact: see `expert_parallel.exchange`.
-    reduce_dtype: type in which gradients are summed over 'fsdp'.
-  """
-
-  specs: dict[str, PartitionSpec]
-  size: int
-  tokens_split: bool
-  exact: bool
-  reduce_dtype: str
 
 
 def with_shared(
@@ -65,10 +48,18 @@ def with_shared(
   else:
     out, routing = mlp(p, y, cfg, compute, layout, chosen=chosen)
   if cfg.experts.shared:
-    shared = {k.removeprefix(SHARED_PREFIX): v for k, v in p.items() if k.startswith(SHARED_PREFIX)}
+    shared = shared_params(p)
     shared_out = layers.mlp(shared, y, cfg, compute, layout)
-    out = out + (gate_shared(p, y, shared_out) if cfg.experts.shared_gate else shared_out)
+    if cfg.experts.shared_gate:  # sigmoid(y W), one number for each token
+      gate = jnp.einsum('btd,dn->btn', y.astype(jnp.float32), shared['weight'], precision=jax.lax.Precision.HIGHEST)
+      shared_out = (jax.nn.sigmoid(gate) * shared_out).astype(shared_out.dtype)
+    out = out + shared_out
   return out, routing
+
+
+def shared_params(p: dict) -> dict:
+  """Returns the parameters of the shared expert, with the names of those of a dense MLP."""
+  return {name.removeprefix(_SHARED): w for name, w in p.items() if name.startswith(_SHARED)}
 
 
 def mlp(
@@ -96,22 +87,18 @@ def mlp(
     ([B, T, D], `Routing`).
   """
   params = _dense_params(p, compute)
+  apply = functools.partial(expert_mlp.apply_experts, cfg=cfg, compute=compute)
   if not isinstance(layout, Layout) or layout.mesh.size == 1:
-    return _mlp_on_device(params, x, chosen, router_input, cfg, compute=compute)
-  size = layout.mesh.shape['expert']
-  if cfg.experts.num % size:
+    return _route_and_apply(params, x, chosen, router_input, cfg=cfg, apply=apply)
+  if cfg.experts.num % (size := layout.mesh.shape['expert']):
     raise InputError(f'config.mesh: expert={size} must divide the {cfg.experts.num} experts of the model')
   specs = _param_specs(params, cfg, layout)
-  tokens = layout.spec(('batch', 'time', None), x.shape)
-  sharding = _Sharding(
-    specs=specs,
-    size=size,
-    tokens_split='expert' in jax.tree.leaves(tuple(tokens)),
-    exact=layout.mesh.devices.flat[0].platform != 'cpu',
-    reduce_dtype=layout.reduce_dtype,
+  tokens, split_over = layout.of_tokens(x.shape)
+  apply = functools.partial(
+    _apply_on_mesh, cfg=cfg, compute=compute, layout=layout, specs=specs, tokens_split='expert' in split_over
   )
   return jax.shard_map(
-    functools.partial(_mlp_on_device, cfg=cfg, compute=compute, sharding=sharding),
+    functools.partial(_route_and_apply, cfg=cfg, apply=apply),
     mesh=layout.mesh,
     in_specs=(specs, tokens, tokens, tokens),
     out_specs=(tokens, Routing(tokens, tokens)),
@@ -124,11 +111,9 @@ def _dense_params(p: dict, compute: Compute) -> dict[str, jax.Array]:
 
   A matrix `gate` with an adapter becomes three arrays: `gate`, `gate_a` and `gate_b`.
   """
-  names = ['router', *(name for name in _MATRICES if name in p)]
-  names += [f'{name}_bias' for name in names if f'{name}_bias' in p]
-  names += [name for name in ('router_choice', 'router_scale') if name in p]
+  names = (*_ROUTER, *_MATRICES, *(f'{name}_bias' for name in _MATRICES))
   params = {}
-  for name in names:
+  for name in filter(p.__contains__, names):
     w = p[name]
     if hasattr(w, 'apart'):  # `lora.Adapted`
       w, params[f'{name}_a'], params[f'{name}_b'] = w.apart()
@@ -138,13 +123,12 @@ def _dense_params(p: dict, compute: Compute) -> dict[str, jax.Array]:
 
 def _param_specs(params: dict, cfg: ModelConfig, layout: Layout) -> dict[str, PartitionSpec]:
   """Returns the partition of each of `params` (`_dense_params` of one layer)."""
-  table = param_rows(cfg)
-  specs = {}
+  table, specs = param_rows(cfg), {}
   for name in params:
-    if f'layers/{name}' in table:
-      spec = table[f'layers/{name}']
+    if name in _ROUTER:
+      specs[name] = PartitionSpec()  # small, and needed whole
+    elif spec := table.get(f'layers/{name}'):
       specs[name] = layout.spec(spec.axes[1:], spec.shape[1:])
-  specs |= {name: PartitionSpec() for name in ('router', 'router_scale') if name in params}  # small, and needed whole
   for name in _MATRICES:
     if f'{name}_a' in params:
       expert, inputs, outputs = specs[name]
@@ -153,48 +137,61 @@ def _param_specs(params: dict, cfg: ModelConfig, layout: Layout) -> dict[str, Pa
   return specs
 
 
-def _mlp_on_device(
+def _route_and_apply(
   p: dict,
   x: jax.Array,
   chosen: jax.Array | None,
   router_input: jax.Array | None,
   cfg: ModelConfig,
-  compute: Compute,
-  sharding: _Sharding | None = None,
+  apply: Callable[..., jax.Array],
 ) -> tuple[jax.Array, Routing]:
-  """Computes `mlp` of the tokens [B, T, D] of one device, with its share of the experts."""
+  """Computes `mlp` of the tokens [B, T, D] of one device; `apply` is `expert_mlp.apply_experts` or `_apply_on_mesh`."""
   weights, routing = route(p, x if router_input is None else router_input, cfg.experts, chosen)
-  rows = _flatten_tokens(x), _flatten_tokens(weights), _flatten_tokens(routing.chosen)
-  if sharding is None:
-    out = expert_mlp.apply_experts(p, *rows, first=0, cfg=cfg, compute=compute).astype(compute.residual)
-    return out.reshape(x.shape), routing
-
-  p = {name: _gather_fsdp(w, sharding.specs[name], compute.dtype, sharding.reduce_dtype) for name, w in p.items()}
-  num_local = cfg.experts.num // sharding.size
-  first = room = 0
-  if sharding.size > 1:
-    first = jax.lax.axis_index('expert') * num_local
-    if sharding.tokens_split:
-      sent, rows = expert_parallel.dispatch_tokens(*rows, num_local, sharding.exact)
-  pairs = routing.chosen.size  # of a token and an expert that a device gets if routing is even
-  if sharding.tokens_split and (compute.platform != 'gpu' or sharding.size * pairs > _ROWS_AT_ONCE):
-    room = 2 * pairs
-  tensor_shards = jax.lax.axis_size('tensor') if 'tensor' in sharding.specs['up'] else 1
-  if 'down_bias' in p:  # each tensor shard adds its share
-    p = p | {'down_bias': p['down_bias'] / tensor_shards}
-  out = expert_mlp.apply_experts(p, *rows, first=first, cfg=cfg, compute=compute, room=room).astype(compute.residual)
-  if sharding.size > 1 and sharding.tokens_split:
-    out = expert_parallel.combine(out.reshape(sharding.size, -1, x.shape[-1]), sent)
-  elif sharding.size > 1:
-    out = jax.lax.psum(out, 'expert')
-  if tensor_shards > 1:
-    out = jax.lax.psum(out, 'tensor')
-  return out.reshape(x.shape), routing
+  rows = (y.reshape(-1, y.shape[-1]) for y in (x, weights, routing.chosen))  # [B, T, n] -> [B T, n]
+  return apply(p, *rows).reshape(x.shape), routing
 
 
-def _flatten_tokens(x: jax.Array) -> jax.Array:
-  """[B, T, n] -> [B T, n]."""
-  return x.reshape(-1, x.shape[-1])
+def _apply_on_mesh(
+  p: dict,
+  x: jax.Array,
+  weights: jax.Array,
+  chosen: jax.Array,
+  cfg: ModelConfig,
+  compute: Compute,
+  layout: Layout,
+  specs: dict[str, PartitionSpec],
+  tokens_split: bool,
+) -> jax.Array:
+  """Computes `expert_mlp.apply_experts` of the rows [N, D] of one device, with the experts of all devices.
+
+  Args:
+    p: this device's shards of the parameters.
+    specs: {parameter: its partition}.
+    tokens_split: devices along the mesh axis 'expert' have different rows, and exchange them. If not, they have the
+      same rows, and add up their outputs.
+  """
+  size = layout.mesh.shape['expert']
+  num_local = cfg.experts.num // size
+  first = jax.lax.axis_index('expert') * num_local if size > 1 else 0
+  p = {name: _gather_fsdp(w, specs[name], compute.dtype, layout.reduce_dtype) for name, w in p.items()}
+  summed_over = ['expert'] if size > 1 and not tokens_split else []
+  if 'tensor' in specs['up']:
+    summed_over.append('tensor')
+    if 'down_bias' in p:  # each tensor shard adds its share
+      p['down_bias'] = p['down_bias'] / jax.lax.axis_size('tensor')
+  rows, room = (x, weights, chosen), 0
+  if tokens_split:
+    exact = layout.mesh.devices.flat[0].platform != 'cpu'
+    plan, rows = expert_parallel.dispatch_tokens(*rows, num_local, exact)
+    pairs = chosen.size  # of a token and an expert that a device gets if routing is even
+    if compute.platform != 'gpu' or size * pairs > _ROWS_AT_ONCE:
+      room = 2 * pairs
+  out = expert_mlp.apply_experts(p, *rows, first=first, cfg=cfg, compute=compute, room=room)
+  if tokens_split:
+    out = expert_parallel.combine(out.reshape(size, *x.shape), plan)
+  for mesh_axis in summed_over:
+    out = jax.lax.psum(out, mesh_axis)
+  return out
 
 
 def _gather_fsdp(w: jax.Array, spec: PartitionSpec, dtype: str, reduce_dtype: str) -> jax.Array:
@@ -203,36 +200,26 @@ def _gather_fsdp(w: jax.Array, spec: PartitionSpec, dtype: str, reduce_dtype: st
   The result is cast back to the type of the parameter, so that its gradient has that type. In the backward pass,
   float32 gradients are summed in `reduce_dtype`.
   """
-  for axis, mesh_axis in enumerate(spec):
-    if mesh_axis == 'fsdp':
-      w = _gather(w, mesh_axis, axis, dtype, reduce_dtype)
-  return w
+  return _gather(w, tuple(spec).index('fsdp'), dtype, reduce_dtype) if 'fsdp' in spec else w
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _gather(w, mesh_axis, axis, dtype, reduce_dtype):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(w, axis, dtype, reduce_dtype):
   del reduce_dtype
-  return jax.lax.all_gather(w.astype(dtype), mesh_axis, axis=axis, tiled=True).astype(w.dtype)
+  return jax.lax.all_gather(w.astype(dtype), 'fsdp', axis=axis, tiled=True).astype(w.dtype)
 
 
-def _gather_forward(w, mesh_axis, axis, dtype, reduce_dtype):
-  return _gather(w, mesh_axis, axis, dtype, reduce_dtype), None
+def _gather_forward(w, axis, dtype, reduce_dtype):
+  return _gather(w, axis, dtype, reduce_dtype), None
 
 
-def _gather_backward(mesh_axis, axis, dtype, reduce_dtype, residuals, g):
+def _gather_backward(axis, dtype, reduce_dtype, residuals, g):
   del dtype, residuals
   sent = g.astype(reduce_dtype) if g.dtype == jnp.float32 else g
-  return (jax.lax.psum_scatter(sent, mesh_axis, scatter_dimension=axis, tiled=True).astype(g.dtype),)
+  return (jax.lax.psum_scatter(sent, 'fsdp', scatter_dimension=axis, tiled=True).astype(g.dtype),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
-
-
-def gate_shared(p: dict, x: jax.Array, out: jax.Array) -> jax.Array:
-  """Multiplies the output of the shared experts [B, T, D] by sigmoid(x W), one number for each token."""
-  weight = p[f'{SHARED_PREFIX}weight']
-  gate = jnp.einsum('btd,dn->btn', x.astype(jnp.float32), weight, precision=jax.lax.Precision.HIGHEST)
-  return (jax.nn.sigmoid(gate) * out).astype(out.dtype)
 
 
 def behind(dense: dict[str, Param], table: dict[str, Param], cfg: ModelConfig) -> dict[str, Param]:
@@ -250,54 +237,46 @@ def behind(dense: dict[str, Param], table: dict[str, Param], cfg: ModelConfig) -
 
 def param_rows(cfg: ModelConfig) -> dict[str, Param]:
   """Returns the rows of the parameter table that replace those of a dense MLP."""
-  n, d = cfg.sparse_layers, cfg.hidden_size
-  e, f = cfg.experts.num, cfg.experts.size
+  n, d, e, f = cfg.sparse_layers, cfg.hidden_size, cfg.experts.num, cfg.experts.size
   shared_f, inner = cfg.experts.shared_size or cfg.experts.shared * f, cfg.experts.latent or d
-  block = 'model.layers.{}.mlp.'
 
-  def matrix(name, shape, axes):
-    return Param((n, e, *shape), ('layers', 'expert', *axes), f'{block}experts.{{}}.{name}_proj.weight', matrix=True)
+  def row(name, shape, axes, **options):
+    return Param((n, *shape), ('layers', *axes), f'model.layers.{{}}.mlp.{name}', **options)
 
-  def bias(name, shape, axes):
-    return Param((n, *shape), ('layers', *axes), f'{block}{name}.bias', 'zeros', exact=True)
+  def matrix(name, shape, axes, **options):
+    return row(f'{name}.weight', shape, axes, matrix=True, **options)
 
-  def outside(name, shape, axes):
-    return Param((n, *shape), ('layers', *axes), f'{block}{name}.weight', matrix=True)
+  def bias(name, shape, axes, **options):
+    return row(name, shape, axes, init='zeros', exact=True, **options)
 
-  biases = {
-    'router': bias('gate', (e,), (None,)),
-    'gate': bias('experts.{}.gate_proj', (e, f), ('expert', 'mlp')),
-    'up': bias('experts.{}.up_proj', (e, f), ('expert', 'mlp')),
-    'down': bias('experts.{}.down_proj', (e, d), ('expert', None)),
-  }
   table = {
-    'layers/router': Param((n, d, e), ('layers', 'embed', None), f'{block}gate.weight', matrix=True, exact=True),
-    'layers/gate': matrix('gate', (inner, f), ('embed', 'mlp')),
-    'layers/up': matrix('up', (inner, f), ('embed', 'mlp')),
-    'layers/down': matrix('down', (f, inner), ('mlp', 'embed')),
+    'router': matrix('gate', (d, e), ('embed', None), exact=True),
+    'gate': matrix('experts.{}.gate_proj', (e, inner, f), ('expert', 'embed', 'mlp')),
+    'up': matrix('experts.{}.up_proj', (e, inner, f), ('expert', 'embed', 'mlp')),
+    'down': matrix('experts.{}.down_proj', (e, f, inner), ('expert', 'mlp', 'embed')),
   }
-  for name, spec in biases.items():
-    if name in cfg.biases:
-      table[f'layers/{name}_bias'] = spec
+  biases = {
+    'router': bias('gate.bias', (e,), (None,)),
+    'gate': bias('experts.{}.gate_proj.bias', (e, f), ('expert', 'mlp')),
+    'up': bias('experts.{}.up_proj.bias', (e, f), ('expert', 'mlp')),
+    'down': bias('experts.{}.down_proj.bias', (e, d), ('expert', None)),
+  }
+  table |= {f'{name}_bias': spec for name, spec in biases.items() if name in cfg.biases}
   if cfg.experts.choice_bias:
-    table['layers/router_choice'] = dataclasses.replace(
-      biases['router'], hf=f'{block}gate.e_score_correction_bias', dtype='float32'
-    )
+    table['router_choice'] = bias('gate.e_score_correction_bias', (e,), (None,), dtype='float32')
   if shared_f:
     table |= {
-      f'layers/{SHARED_PREFIX}gate': outside('shared_experts.gate_proj', (d, shared_f), ('embed', 'mlp')),
-      f'layers/{SHARED_PREFIX}up': outside('shared_experts.up_proj', (d, shared_f), ('embed', 'mlp')),
-      f'layers/{SHARED_PREFIX}down': outside('shared_experts.down_proj', (shared_f, d), ('mlp', 'embed')),
+      f'{_SHARED}gate': matrix('shared_experts.gate_proj', (d, shared_f), ('embed', 'mlp')),
+      f'{_SHARED}up': matrix('shared_experts.up_proj', (d, shared_f), ('embed', 'mlp')),
+      f'{_SHARED}down': matrix('shared_experts.down_proj', (shared_f, d), ('mlp', 'embed')),
     }
   if cfg.experts.latent:
     table |= {
-      'layers/latent_in': outside('fc1_latent_proj', (d, inner), ('embed', None)),
-      'layers/latent_out': outside('fc2_latent_proj', (inner, d), (None, 'embed')),
+      'latent_in': matrix('fc1_latent_proj', (d, inner), ('embed', None)),
+      'latent_out': matrix('fc2_latent_proj', (inner, d), (None, 'embed')),
     }
   if cfg.activation in layers.UNGATED:
-    table = {k: v for k, v in table.items() if not k.endswith('gate')}
+    table = {name: spec for name, spec in table.items() if not name.endswith('gate')}
   if cfg.experts.shared_gate:
-    table[f'layers/{SHARED_PREFIX}weight'] = Param(
-      (n, d, 1), ('layers', 'embed', None), f'{block}shared_expert_gate.weight', matrix=True, exact=True
-    )
-  return table
+    table[f'{_SHARED}weight'] = matrix('shared_expert_gate', (d, 1), ('embed', None), exact=True)
+  return {f'layers/{name}': spec for name, spec in table.items()}
