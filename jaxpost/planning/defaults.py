@@ -22,7 +22,7 @@ from jaxpost.models.config import CustomConfig
 from jaxpost.planning import arithmetic, meshes, sampling_arithmetic, stage
 from jaxpost.planning.tables import gib
 from jaxpost.stage import batch_shape, checks
-from jaxpost.stage.records import PreparedStage, has_branches
+from jaxpost.stage.records import PreparedStage
 
 if TYPE_CHECKING:
   from jaxpost.planning.machines import Topology
@@ -50,7 +50,7 @@ class Room:
     train = parse_mesh(mesh.train, meshes.train_devices(p.inputs, self.machine), 'config.mesh.train')
     rollout = parse_mesh(mesh.rollout, meshes.rollout_devices(p.inputs, self.machine), 'config.mesh.rollout')
     varied = stage.vary(p, settings or {})
-    branches = has_branches(p.inputs, p.data)
+    branches = p.has_branches
     estimate = arithmetic.estimate(varied.inputs, self.machine, train, rollout, branches=branches)
     not_on_sampler: tuple[str, ...] = ()  # purposes of memory of other devices, or of the host
     if mesh.rollout_devices:

@@ -11,7 +11,6 @@ from jaxpost.models import attention_kernels
 from jaxpost.rollout import buckets
 from jaxpost.stage import checks
 from jaxpost.stage.batch_shape import row_length
-from jaxpost.stage.records import has_branches
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
@@ -52,7 +51,7 @@ def attention_uses(prepared: PreparedStage, layouts: dict[str, Layout], length: 
   config, on_policy = inputs.config, inputs.algorithm.on_policy
   uses = []
   trained = {'policy': inputs.model, 'critic': inputs.sources.get('critic', inputs.model)}
-  branched = has_branches(inputs, prepared.data)
+  branched = prepared.has_branches
   # The pairs of online DPO have branches, but the rows that a reward model scores there have none.
   for branches in {branched, branched and inputs.algorithm.pack is None}:
     for name, x in (inputs.sources | trained).items():

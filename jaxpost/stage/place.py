@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jaxpost.distributed import phases
@@ -13,7 +13,7 @@ from jaxpost.monitor.timeline import Timeline
 from jaxpost.programs.compile import Ledger
 from jaxpost.stage import batch_shape, checks
 from jaxpost.stage.batch_shape import BatchShape
-from jaxpost.stage.records import Inputs, PreparedStage, has_branches
+from jaxpost.stage.records import Inputs, PreparedStage
 
 if TYPE_CHECKING:
   import jax
@@ -67,36 +67,42 @@ class PlacedStage(PreparedStage):
   def choices(self) -> dict[str, str]:
     """Returns {field: 'value (what chose it)'} of fields that the config may leave open, and of sizes without one."""
     config, compute = self.config, self.compute
-    resolved = {  # field: (whether the config sets it, value)
-      'model.attention': (config.model.attention != 'auto', compute.attention),
-      'model.remat': (config.model.remat != 'auto', compute.remat),
-      'train.micro_batch_size': (config.train.micro_batch_size, self.shape.micro_rows),
-      'logits': (False, f'{compute.head_elements:,} at a time'),
-    }
-    if samples := checks.samples(config, self.algorithm):
-      resolved['rollout.block'] = (config.rollout.block, self.decode_block)
-      resolved['rollout.slots'] = (config.rollout.slots, batch_shape.slots(config, self.algorithm.on_policy))
-    out = {'model.dtype': compute.dtype}
-    for field, (is_set, value) in resolved.items():
-      out[field] = f'{value} ({"config" if is_set else compute.platform})'
-    for field, reason in self.by_memory.items():
-      out[field] = f'{functools.reduce(getattr, field.split("."), config)} ({reason})'
-    if compute.rejected_shapes:
-      out['model.attention'] += f', by XLA for {len(compute.rejected_shapes)} shapes that it gets wrong'
-    if compute.uses_kernel:
-      from jaxpost.models import attention_kernels as kernels
 
-      cfg = self.model.config
-      if has_branches(self.inputs, self.data) and not kernels.supports_branches(compute.attention, cfg):
-        out['model.attention'] += ', by XLA for rows with a shared prompt'
-      decodes = kernels.compute_of_decoding(compute, cfg, config.rollout).decode_kernel
-      if compute.attention == 'triton' and samples and (config.rollout.cache or not decodes):
-        out['model.attention'] += ', decoding by XLA'
+    def chosen(value: object, configured: object = 'auto') -> str:
+      return f'{value} ({compute.platform if configured in ("auto", 0) else "config"})'
+
+    out = {
+      'model.dtype': compute.dtype,
+      'model.attention': chosen(compute.attention, config.model.attention),
+      'model.remat': chosen(compute.remat, config.model.remat),
+      'train.micro_batch_size': chosen(self.shape.micro_rows, config.train.micro_batch_size),
+      'logits': chosen(f'{compute.head_elements:,} at a time'),
+    }
+    if checks.samples(config, self.algorithm):
+      out['rollout.block'] = chosen(self.decode_block, config.rollout.block)
+      out['rollout.slots'] = chosen(batch_shape.slots(config, self.algorithm.on_policy), config.rollout.slots)
+    out |= {field: f'{operator.attrgetter(field)(config)} ({reason})' for field, reason in self.by_memory.items()}
+    out['model.attention'] = ', '.join([out['model.attention'], *self._attention_by_xla()])
     if self.model.config.experts:
-      out['experts'] = f'{"kernel" if compute.grouped_kernel else "XLA"} ({compute.platform})'
+      out['experts'] = chosen('kernel' if compute.grouped_kernel else 'XLA')
     for field in self.algorithm.defaults.get('rl', ()):  # the method chooses these
       out[f'rl.{field}'] = str(vars(config.rl)[field]).replace('()', 'none')
     return out
+
+  def _attention_by_xla(self) -> Iterator[str]:
+    """Yields what XLA attends in although `compute` has a kernel for it."""
+    config, compute, cfg = self.config, self.compute, self.model.config
+    if compute.rejected_shapes:
+      yield f'by XLA for {len(compute.rejected_shapes)} shapes that it gets wrong'
+    if not compute.uses_kernel:
+      return
+    from jaxpost.models import attention_kernels as kernels
+
+    if self.has_branches and not kernels.supports_branches(compute.attention, cfg):
+      yield 'by XLA for rows with a shared prompt'
+    decodes = kernels.compute_of_decoding(compute, cfg, config.rollout).decode_kernel and not config.rollout.cache
+    if compute.attention == 'triton' and checks.samples(config, self.algorithm) and not decodes:
+      yield 'decoding by XLA'
 
 
 def place_stage(
@@ -110,10 +116,9 @@ def place_stage(
   """
   inputs = prepared.inputs
   config, on_policy = inputs.config, inputs.algorithm.on_policy
-  length = batch_shape.row_length(config, on_policy)
   layouts = {
     phase: dataclasses.replace(layout, reduce_dtype=config.train.reduce_dtype)
-    for phase, layout in phases.make_layouts(config.mesh, length, devices).items()
+    for phase, layout in phases.make_layouts(config.mesh, batch_shape.row_length(config, on_policy), devices).items()
   }
   train = layouts['train']
   ledger = ledger or Ledger()

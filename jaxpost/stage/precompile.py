@@ -18,7 +18,6 @@ from jaxpost.hardware import memory
 from jaxpost.models import transformer
 from jaxpost.programs.compile import TooLargeError
 from jaxpost.roles import Roles, without_signal
-from jaxpost.stage.records import has_branches
 from jaxpost.types import Batch
 
 if TYPE_CHECKING:
@@ -147,7 +146,7 @@ def _batches(placed: PlacedStage, roles: Roles) -> tuple[Batch, Batch, Batch]:
       host = sampling_inputs.empty_row(placed, branches)
     return jax.tree.map(lambda x: described((rows // micro, micro, *x.shape[1:]), x.dtype), host)
 
-  rows = batch(shape.update_rows, has_branches(placed.inputs, placed.data))
+  rows = batch(shape.update_rows, placed.has_branches)
   tokens = rows.tokens.shape
   names = {name for objective in placed.objectives.values() for name in objective.arrays}
   heads = roles.teachers if placed.distills else ()

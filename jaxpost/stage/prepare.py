@@ -144,9 +144,7 @@ def make_data(
     InputError: the rows lack something that the algorithm needs.
   """
   config, algorithm = inputs.config, inputs.algorithm
-  fields: dict[str, Any] = {}
-  for computed in algorithm.precompute(config).values():
-    fields |= computed.arrays
+  fields = {k: v for computed in algorithm.precompute(config).values() for k, v in computed.arrays.items()}
   documents = first_batch = None
   if algorithm.on_policy:
     from jaxpost.stage import sampling_inputs
@@ -155,9 +153,7 @@ def make_data(
   else:
     documents = read_documents(inputs, rows, fields, note)
     stream, first_batch = row_stream(inputs, rows, documents)
-  held_out = None
-  if held_out_rows is not None:
-    held_out = make_held_out(inputs, held_out_rows, fields, tools)
+  held_out = None if held_out_rows is None else make_held_out(inputs, held_out_rows, fields, tools)
   return Data(rows, stream, documents, first_batch, held_out, checksum=sources.digest(rows))
 
 
@@ -369,8 +365,7 @@ def make_held_out(
   """Renders the held-out documents, and tokenizes the prompts of `config.eval.samples`.
 
   Args:
-    fields: the arrays that frozen models compute, see `Documents`.
-    tools: JSON schemas of the tools that prompts list.
+    fields, tools: see `read_documents` and `make_data`.
   """
   section = inputs.config.eval
   count = min(len(rows), section.size)

@@ -136,13 +136,6 @@ class Data:
   checksum: str = ''
 
 
-def has_branches(inputs: Inputs, data: Data) -> bool:
-  """Returns whether packed documents are trees, with several branches after a shared prompt."""
-  if data.first_batch is not None:
-    return data.first_batch.branch_ids is not None
-  return inputs.config.train.share_prompt or inputs.algorithm.pack is not None and inputs.config.preference.share_prompt
-
-
 @dataclasses.dataclass(frozen=True)
 class Workers:
   """Processes that run the user's functions; None if the stage has none."""
@@ -184,6 +177,13 @@ class PreparedStage:
   def config(self) -> Config:
     """The stage's config, resolved."""
     return self.inputs.config
+
+  @property
+  def has_branches(self) -> bool:
+    """True if packed documents are trees, with several branches after a shared prompt."""
+    if self.data.first_batch is not None:
+      return self.data.first_batch.branch_ids is not None
+    return self.config.train.share_prompt or bool(self.inputs.algorithm.pack) and self.config.preference.share_prompt
 
   def close(self) -> None:
     """Ends the worker processes."""
