@@ -210,23 +210,21 @@ def experts(raw: dict[str, Any], family: Family, where: str) -> Experts | None:
   if fields.optional and not raw[fields.num]:
     return None
   _check_experts(fields, raw, family, where)
-  optional: dict[str, Any] = {}
-  if fields.limit:
-    optional |= dict(limit=float(raw[fields.limit]), alpha=float(raw[fields.alpha]))
-  if fields.grouped:
-    optional |= dict(groups=raw['n_group'], top_groups=raw['topk_group'])
   config = Experts(
     num=raw[fields.num],
     top_k=raw['num_experts_per_tok'],
     size=raw[fields.size],
+    limit=float(raw[fields.limit]) if fields.limit else 0.0,
+    alpha=float(raw[fields.alpha]) if fields.limit else 1.0,
     normalize=raw['norm_topk_prob'] if fields.normalize is None else fields.normalize,
     shared=raw[fields.shared] if fields.shared else 0,
     first_dense=raw[fields.first_dense] if fields.first_dense else 0,
     sigmoid=fields.sigmoid,
     choice_bias=fields.choice_bias,
     epsilon=fields.epsilon,
+    groups=raw['n_group'] if fields.grouped else 1,
+    top_groups=raw['topk_group'] if fields.grouped else 1,
     scale=float(raw['routed_scaling_factor']) if fields.scaled else 1.0,
-    **optional,
   )
   _check_combinations(config, fields, raw, where)
   return config

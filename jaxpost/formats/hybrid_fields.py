@@ -198,22 +198,23 @@ def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> M
     'nemotron': _read_nemotron,
   }
   if kind != 'state_space' or {*types} != {FULL}:  # a Granite 4 may have no other mixer, and then is a plain model
-    mixers, dense = _mixers(types, kind, cfg, where), cfg.experts.first_dense if cfg.experts else 0
-    if 'layers' not in mixers[dense:]:
-      field = family.experts and family.experts.first_dense
-      raise InputError(f'{where}: {field}={dense} leaves no layer with attention and experts, which is needed')
+    mixers = _mixers(types, cfg, where, family)
     cfg = HybridConfig(**vars(cfg) | _sizes(raw, kind, where) | family.mixer | dict(mixers=mixers))
   return dataclasses.replace(cfg, **readers[kind](raw, cfg, where))
 
 
-def _mixers(types: list[str], kind: str, cfg: ModelConfig, where: str) -> tuple[str, ...]:
+def _mixers(types: list[str], cfg: ModelConfig, where: str, family: Family) -> tuple[str, ...]:
   """Returns `HybridConfig.mixers` for the `layer_types` of a model."""
-  names = _TYPES[kind]
+  names = _TYPES[_kind(family)]
   if len(types) != cfg.num_layers or not {*types} <= {*names}:
     raise InputError(f'{where}: layer_types={types!r} must be {cfg.num_layers} times {" or ".join(names)}')
   if not {*types} >= {*list(names)[:2]}:
     raise InputError(f'{where}: layer_types={types[0]!r} alone is not supported; a model needs layers of both kinds')
-  return tuple(names[name] for name in types)
+  mixers = tuple(names[name] for name in types)
+  if cfg.experts and family.experts and 'layers' not in mixers[cfg.experts.first_dense :]:
+    first = f'{family.experts.first_dense}={cfg.experts.first_dense}'
+    raise InputError(f'{where}: {first} leaves no layer with attention and experts, which is needed')
+  return mixers
 
 
 def _sizes(raw: dict[str, Any], kind: str, where: str) -> dict[str, int]:

@@ -68,10 +68,9 @@ def table(cfg: ModelConfig, rows: dict[str, Param] | None = None) -> dict[str, S
     names = _names(hf_name.strip('.'), spec)
     if is_mtp(path):
       names = tuple(_of_predictor(hf_name, family.predictor or {}, cfg) for hf_name in names)
-    if path in family.rows:  # a vector that is stored as a matrix
-      out[path] = Stored(spec, names, (1, *_shape(spec, cfg)))
-      continue
     shape, first = _shape(spec, cfg), ends.get(names, 0)
+    if path in family.rows:  # a vector that is stored as a matrix
+      shape = (1, *shape)
     ends[names] = first + shape[0]
     out[path] = Stored(spec, names, shape, first)
   return {path: dataclasses.replace(s, shape=_whole(s, ends.get(s.names))) for path, s in out.items()}

@@ -209,17 +209,13 @@ def _gather(w, axis, dtype, reduce_dtype):
   return jax.lax.all_gather(w.astype(dtype), 'fsdp', axis=axis, tiled=True).astype(w.dtype)
 
 
-def _gather_forward(w, axis, dtype, reduce_dtype):
-  return _gather(w, axis, dtype, reduce_dtype), None
-
-
 def _gather_backward(axis, dtype, reduce_dtype, residuals, g):
   del dtype, residuals
   sent = g.astype(reduce_dtype) if g.dtype == jnp.float32 else g
   return (jax.lax.psum_scatter(sent, 'fsdp', scatter_dimension=axis, tiled=True).astype(g.dtype),)
 
 
-_gather.defvjp(_gather_forward, _gather_backward)
+_gather.defvjp(lambda *args: (_gather(*args), None), _gather_backward)
 
 
 def behind(dense: dict[str, Param], table: dict[str, Param], cfg: ModelConfig) -> dict[str, Param]:
