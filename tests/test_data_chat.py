@@ -442,7 +442,7 @@ def test_bad_prompts_are_named(plain):
     ({'messages': [ANSWER]}, {}, 'there is nothing before'),
   ]:
     with pytest.raises(InputError, match='^a.jsonl:1: .*' + message):
-      prompts_lib.prompt_tokens(plain, row, 'a.jsonl:1', **options)
+      prompts_lib.encode_prompt(plain, prompts_lib.prompt_of(row, 'a.jsonl:1', **options), row, 'a.jsonl:1')
 
 
 def test_messages_without_a_template_are_refused(shared_data):

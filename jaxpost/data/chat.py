@@ -99,7 +99,9 @@ def _encode_chat(
 ) -> Example:
   """Encodes a chat; its assistant turns from message `first` on are trained."""
   assistant = [n for n, m in enumerate(messages) if m['role'] == 'assistant']
-  trained = [n for n in assistant if n >= first][-1 if train_on == 'completion' else 0 :]
+  trained = [n for n in assistant if n >= first]
+  if train_on == 'completion':
+    trained = trained[-1:]
   if not trained and train_on != 'all':
     raise InputError(f'{where}: has no assistant turn, so nothing to train on')
   render = functools.partial(tokenizer.render_chat, row=row, where=where)

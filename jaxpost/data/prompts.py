@@ -28,9 +28,9 @@ if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
 
 
-def prompt_tokens(tokenizer: Tokenizer, row: Row, where: str, *, system_prompt: str = '') -> np.ndarray:
+def prompt_tokens(tokenizer: Tokenizer, row: Row, where: str) -> np.ndarray:
   """Returns the tokens [P] int32 that a sampler continues for this row."""
-  return encode_prompt(tokenizer, prompt_of(row, where, system_prompt), row, where)
+  return encode_prompt(tokenizer, prompt_of(row, where), row, where)
 
 
 def prompt_of(row: Row, where: str, system_prompt: str = '') -> str | list[Message]:
