@@ -750,8 +750,8 @@ def test_decoding_kernel_with_wrong_results_is_not_used(monkeypatch, verify_spla
 
   rotate = functools.partial(decode_triton.rotate_and_write, interpret=True)
 
-  def wrong_rotate(q, k, v, *inputs):
-    return rotate(q, v, k, *inputs)
+  def wrong_rotate(q, k, v, *inputs, **options):
+    return rotate(q, v, k, *inputs, **options)
 
   for name in 'auto', 'triton':
     compute = compute_for('gpu', 'bfloat16', 'none', name)

@@ -280,7 +280,7 @@ def _token_errors(work: AttentionShape, dtype: str, normed: bool) -> dict[str, f
 
   @functools.partial(jax.jit, compiler_options=compiler_options())
   def measured(inputs, recent, table, p):
-    found = decode_triton.rotate_and_write(*inputs, p, table, recent, step, cfg)
+    found = decode_triton.rotate_and_write(*inputs, recent, step, p=p, table=table, cfg=cfg)
     q, k, v = (x.astype(jnp.float32) for x in inputs)
     q, k = layers.norm_heads(q, k, p, cfg) if normed else (q, k)
     q, k = rope.rotate(q, table, cfg), rope.rotate(k, table, cfg)

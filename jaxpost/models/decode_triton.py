@@ -72,10 +72,11 @@ def rotate_and_write(
   q: jax.Array,
   k: jax.Array,
   v: jax.Array,
+  recent: Sequence[jax.Array],
+  step: int | jax.Array,
+  *,
   p: dict,
   table: tuple[jax.Array, jax.Array],
-  recent: tuple[jax.Array, jax.Array],
-  step: int | jax.Array,
   cfg: ModelConfig,
   interpret: bool = False,
 ) -> list[jax.Array]:
@@ -83,9 +84,9 @@ def rotate_and_write(
 
   Args:
     q: [S, 1, H, h]; k, v: [S, 1, K, h]; projections of the token.
+    recent: keys and values [S, K, T, h], updated in place.
     p: parameters of the layer, with the scales [h] of the norms if the model has them.
     table: (cos, sin) of the tokens, see `rope.tables`.
-    recent: keys and values [S, K, T, h], updated in place.
     interpret: run it on the CPU, for tests.
 
   Returns:

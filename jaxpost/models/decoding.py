@@ -95,25 +95,12 @@ def decode(
   ks, vs, experts, states = list(recent.k), list(recent.v), list(recent.experts), list(recent.states)
   put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=step, axis=2)
 
-  def attend(q, k, v, cache_entries, layer, window, p, table):
-    """Adds the entries of a layer to `ks` and `vs`, and attends to them and to the cache.
-
-    table: RoPE table by which a kernel rotates the projections q, k and v, or None.
-    """
-    if table:
-      q, ks[layer], vs[layer] = decode_triton.rotate_and_write(q, k, v, p, table, (ks[layer], vs[layer]), step, cfg)
-      cache_entries = ()
-    for recent_entries, new in zip((ks, vs), cache_entries):
-      recent_entries[layer] = jax.tree.map(put, recent_entries[layer], to_cache_type(new.swapaxes(1, 2), compute))
-    entries = layer_entries(cache, layer, step), [ks[layer], *vs[layer : layer + 1]]
-    options = dict(filled=filled, step=step, window=window, sinks=p.get('sinks'), cfg=cfg)
-    form = dict(compute=compute, latent='kv_a' in p, kernel=kernel, layout=constrain)
-    return _attend_to_entries(q, *entries, **form, **options), None
-
   kernel = compute.decode_kernel and tokens.ndim == 1
   if kernel:
     from jaxpost.models import decode_triton
 
+  same = dict(ks=ks, vs=vs, cache=cache, filled=filled, step=step)
+  attend = functools.partial(_attend, **same, cfg=cfg, compute=compute, layout=constrain, kernel=kernel)
   run_layer = functools.partial(transformer.layer, compute=compute, layout=constrain, absorbed=True)
   for i, (p, kind) in enumerate(zip(weights['layers'], cfg.layer_kinds)):
     p = p(x) if callable(p) else p
@@ -135,23 +122,36 @@ def decode(
   return Cache(tuple(ks), tuple(vs), experts=tuple(experts), states=tuple(states)), x.reshape(*tokens.shape, -1)
 
 
-def _attend_to_entries(
-  q: jax.Array, cached: list, recent: list, *, latent: bool, kernel: bool, layout: Any, compute: Compute, **options
-) -> jax.Array:
-  """Attends to the entries of a layer; `options` are the other arguments of `cached_attention`.
+def _attend(
+  q, k, v, cache_entries, *, ks, vs, cache, layer, p, table, compute: Compute, layout: Any, kernel: bool, **options
+) -> tuple[jax.Array, None]:
+  """Adds the entries of a layer to `ks` and `vs`, and attends to them and to the cache.
 
-  latent: the entries are those of multi-head latent attention.
+  Args:
+    p: parameters of the layer.
+    table: RoPE table by which a kernel rotates the projections q, k and v, or None.
+    options: other arguments of `cached_attention`.
   """
-  if latent:
-    from jaxpost.models import mla
-
-    q, cached, recent, choose = mla.from_cache(q, cached, recent, options['cfg'], compute)
-    return cached_attention(q, cached, recent, choose=choose, compute=compute, **options)
+  step, cfg = options['step'], options['cfg']
   if kernel:
     from jaxpost.models import decode_triton
+  if table:
+    entries = (ks[layer], vs[layer]), step
+    q, ks[layer], vs[layer] = decode_triton.rotate_and_write(q, k, v, *entries, p=p, table=table, cfg=cfg)
+  else:
+    for recent_entries, new in zip((ks, vs), cache_entries):
+      entry = to_cache_type(new.swapaxes(1, 2), compute)
+      put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=step, axis=2)
+      recent_entries[layer] = jax.tree.map(put, recent_entries[layer], entry)
+  cached, recent = layer_entries(cache, layer, step), [ks[layer], *vs[layer : layer + 1]]
+  options['sinks'] = p.get('sinks')
+  if 'kv_a' in p:
+    from jaxpost.models import mla
 
-    return decode_triton.cached_attention(q, cached, recent, layout=layout, **options)
-  return cached_attention(q, cached, recent, compute=compute, **options)
+    q, cached, recent, options['choose'] = mla.from_cache(q, cached, recent, cfg, compute)
+  elif kernel:
+    return decode_triton.cached_attention(q, cached, recent, layout=layout, **options), None
+  return cached_attention(q, cached, recent, compute=compute, **options), None
 
 
 def to_cache_type(x: jax.Array, compute: Compute) -> Any:
