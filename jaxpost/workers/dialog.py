@@ -142,8 +142,7 @@ class _Evaluator:
     self.block(node.body if values.plain(self._value(node.test, scope)) else node.orelse, scope)
 
   def _FunctionDef(self, node, scope) -> None:
-    names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
-    scope[node.name] = _Function(names, node.body, scope)
+    scope[node.name] = self._Lambda(node, scope)
 
   def _Return(self, node, scope) -> None:
     raise _Return(self._value(node.value, scope) if node.value else None)
@@ -279,6 +278,7 @@ class _Evaluator:
     return None
 
   def _Lambda(self, node, scope) -> _Function:
+    """Returns the function of a lambda or of a `def`."""
     return _Function([argument.arg for argument in (*node.args.posonlyargs, *node.args.args)], node.body, scope)
 
   def _Compare(self, node, scope) -> bool:
