@@ -15,6 +15,7 @@ nothing of jaxpost.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -209,11 +210,8 @@ def limit_namespaces() -> None:
   Both are defense in depth: in a container /proc may be read-only, and failure is ignored.
   """
   for path, text in (('/proc/sys/user/max_user_namespaces', '0'), ('/proc/self/oom_score_adj', '1000')):
-    try:
-      with open(path, 'w') as file:
-        file.write(text)
-    except OSError:
-      pass
+    with contextlib.suppress(OSError), open(path, 'w') as file:
+      file.write(text)
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = '') -> None:

@@ -24,7 +24,7 @@ import collections.abc
 import json
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 DEPTH = 100  # limit of the levels of nested values
@@ -50,7 +50,6 @@ def encode(value: Any, keep: Callable[[Any], int], depth: int = 0) -> Any:
   kept in its process, and its number stands for it.
 
   Args:
-    value: the value to encode.
     keep: returns the number of an object that has no plain form.
     depth: number of values that contain this one.
   """
@@ -109,7 +108,7 @@ def decode(data: Any, kept: Callable[[int, str], Any], depth: int = 0) -> Any:
   raise ValueError('not a value')
 
 
-def distinct(kind: type, items: list) -> Any:
+def distinct(kind: type, items: Sequence = ()) -> Any:
   """Returns a set or frozenset; ValueError if so many hashes are equal that making it takes quadratic time."""
   counts = collections.Counter(map(hash, items))
   if len(items) > 1000 and max(counts.values()) > 100 and len(set(map(repr, items))) > len(counts) + 100:

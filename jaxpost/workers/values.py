@@ -273,10 +273,6 @@ def _sum(items: list, start: Any = 0) -> Any:
   return type(start)(part for item in (start, *items) for part in item)
 
 
-def _distinct(kind: type, items: list | None = None) -> Any:
-  return runner.distinct(kind, items or [])
-
-
 # {name: implementation} of builtins whose arguments or result must be checked.
 _BOUNDED: dict[str, Callable] = {
   'print': _print,
@@ -285,8 +281,8 @@ _BOUNDED: dict[str, Callable] = {
   'all': _all,
   'any': _any,
   'sum': _sum,
-  'set': functools.partial(_distinct, set),
-  'frozenset': functools.partial(_distinct, frozenset),
+  'set': functools.partial(runner.distinct, set),
+  'frozenset': functools.partial(runner.distinct, frozenset),
   'pow': _pow,
   'round': _round,
   'bytes': _bytes,
