@@ -103,16 +103,16 @@ class _Counter:
   def called(self, op: hlo.Op) -> list[str]:
     """Returns the computations that an instruction runs, except those of a reduction."""
     if op.kind == 'while':
-      return [op.attribute('body').lstrip('%')]
+      return [op.computation('body')]
     if op.kind == 'conditional':
       branches = op.attribute('branch_computations') or (
         f'{op.attribute("true_computation")} {op.attribute("false_computation")}'
       )
       return re.findall(r'[\w.\-]+', branches)
     if op.kind == 'call':
-      return [op.attribute('to_apply').lstrip('%')]
+      return [op.computation('to_apply')]
     if op.kind in (*_FUSIONS, 'async-start'):
-      return [op.attribute('calls').lstrip('%')]
+      return [op.computation('calls')]
     return []
 
   def _totals(self, name: str, fused: bool = False) -> Totals:
@@ -156,24 +156,23 @@ class _Counter:
     value = self.branch(hlo.op_name(op))
     if value is None or len(branches) != 2:
       return branches
-    first = op.attribute('true_computation').lstrip('%') == branches[0]  # numbered branches start with False
+    first = op.computation('true_computation') == branches[0]  # numbered branches start with False
     return branches[:1] if value == first else branches[1:]
 
   # ------------------------------------------------------------ matrix work
 
   def flops(self, ops: dict[str, hlo.Op], op: hlo.Op) -> float:
-    if op.kind == 'dot':
-      lhs = self.shape(ops, op, 0)
-      contracted = [lhs.dims[i] for i in op.numbers('lhs_contracting_dims')]
-      return 2.0 * math.prod(op.arrays[0].dims) * math.prod(contracted)
     if op.kind == 'convolution':
       return _convolution(op, self.shape(ops, op, 0), self.shape(ops, op, 1))
-    if op.kind == 'custom-call' and '__cublas' in op.text:
+    if op.kind == 'dot':
+      contracted = op.numbers('lhs_contracting_dims')
+    elif op.kind == 'custom-call' and '__cublas' in op.text:
       match = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', op.text)
-      lhs = self.shape(ops, op, 0)
-      contracted = [lhs.dims[int(i)] for i in re.findall(r'\d+', match[1] if match else '')]
-      return 2.0 * math.prod(op.arrays[0].dims) * math.prod(contracted)
-    return 0.0
+      contracted = [int(i) for i in re.findall(r'\d+', match[1] if match else '')]
+    else:
+      return 0.0
+    lhs = self.shape(ops, op, 0)
+    return 2.0 * math.prod(op.arrays[0].dims) * math.prod(lhs.dims[i] for i in contracted)
 
   def shape(self, ops: dict[str, hlo.Op], op: hlo.Op, number: int) -> hlo.Array:
     return ops[op.inputs[number]].arrays[0]
@@ -197,7 +196,7 @@ class _Counter:
     if op.kind in ('dynamic-slice', 'gather', 'slice'):
       return 2.0 * _slow(results)
     reads = 0.0
-    parts = self.computations.get(op.attribute('calls').lstrip('%'), {}) if op.kind in _FUSIONS else {}
+    parts = self.computations.get(op.computation('calls'), {}) if op.kind in _FUSIONS else {}
     for i, name in enumerate(op.inputs):
       arrays = ops[name].arrays if name in ops else ()
       reads += min(_slow(arrays), self.touched(parts, i, _slow(arrays)))
@@ -214,7 +213,7 @@ class _Counter:
     for op in parts.values():
       if not names & set(op.inputs):
         continue
-      nested = self.computations[op.attribute('calls').lstrip('%')] if op.kind == 'fusion' else {}
+      nested = self.computations[op.computation('calls')] if op.kind == 'fusion' else {}
       if op.kind in _SAME or nested and all(o.kind in ('parameter', *_SAME) for o in nested.values()):
         if op.root:  # the whole argument is the result
           return default

@@ -6,27 +6,16 @@ import re
 
 import numpy as np
 
-_BITS = {
-  'pred': 8,
-  's4': 4,
-  'u4': 4,
-  's8': 8,
-  'u8': 8,
-  'f8e4m3fn': 8,
-  'f8e5m2': 8,
-  's16': 16,
-  'u16': 16,
-  'f16': 16,
-  'bf16': 16,
-  's32': 32,
-  'u32': 32,
-  'f32': 32,
-  's64': 64,
-  'u64': 64,
-  'f64': 64,
-  'c64': 64,
-  'c128': 128,
+# Bits of an element -> the names of its types.
+_DTYPES = {
+  4: 's4 u4',
+  8: 'pred s8 u8 f8e4m3fn f8e5m2',
+  16: 's16 u16 f16 bf16',
+  32: 's32 u32 f32',
+  64: 's64 u64 f64 c64',
+  128: 'c128',
 }
+_BITS = {name: bits for bits, names in _DTYPES.items() for name in names.split()}
 _COLLECTIVE = re.compile(
   '(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute'
   '|collective-broadcast|ragged-all-to-all)(-start)?$'
@@ -44,7 +33,7 @@ class Array:
 
   @property
   def bytes(self) -> int:
-    return math.prod(self.dims) * _BITS.get(self.dtype, 0) // 8
+    return math.prod(self.dims) * _BITS[self.dtype] // 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +52,10 @@ class Op:
     """Returns the value of `name=...`: a word, or text in braces; '' if it is missing."""
     match = re.search(rf'(?<![\w]){name}=(\{{[^{{}}]*\}}|[%\w.\-:>]+)', self.text)
     return match[1] if match else ''
+
+  def computation(self, name: str) -> str:
+    """Returns the name of the computation in an attribute, such as `body`; '' if it is missing."""
+    return self.attribute(name).lstrip('%')
 
   def numbers(self, name: str) -> list[int]:
     return [int(n) for n in re.findall(r'\d+', self.attribute(name))]

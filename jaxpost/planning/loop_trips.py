@@ -33,67 +33,55 @@ class Loops:
     self._callers = callers
     self._iterations = iterations
 
-  def trips(self, caller: str, op: hlo.Op) -> int | None:
+  def trips(self, caller: str, loop: hlo.Op) -> int | None:
     """Returns how often a loop runs; None if it depends on data."""
-    annotated = re.search(r'known_trip_count\W+n\W+(\d+)', op.text)
-    if annotated:
+    if annotated := re.search(r'known_trip_count\W+n\W+(\d+)', loop.text):
       return int(annotated[1])
-    ops = self._computations[op.attribute('condition').lstrip('%')]
-    comparisons = [o for o in ops.values() if o.kind == 'compare']
-    root = next(o for o in ops.values() if o.root)
+    counted = self._counted(caller, loop)
+    return self._iterations(hlo.op_name(loop)) if counted is None else counted
+
+  def _counted(self, caller: str, loop: hlo.Op) -> int | None:
+    """Returns how often a loop runs by its condition; None if that is no comparison of a counter with a constant."""
+    condition = self._called(loop, 'condition')
+    root = _root(condition)
+    compared = self._called(root, 'calls') if root.kind == 'fusion' else condition
+    comparisons = [o for o in compared.values() if o.kind == 'compare']
+    if len(comparisons) != 1:
+      return None
+    counter, bound = (self._source(condition, root, name) for name in comparisons[0].inputs)
+    if counter is None or counter.kind != 'get-tuple-element':
+      return None
+    index = int(counter.attribute('index'))
+    first = self._field(caller, loop.inputs[0], index)
+    step = self._step(loop, index, first)
+    end = self._bound(caller, loop, bound)
+    if first is None or step is None or end is None or step <= 0:
+      return None
+    if 'direction=LE' in comparisons[0].text:  # the bound is included
+      end += 1
+    return max(0, math.ceil((end - first) / step))
+
+  def _called(self, op: hlo.Op, attribute: str) -> dict[str, hlo.Op]:
+    return self._computations[op.computation(attribute)]
+
+  def _source(self, condition: dict[str, hlo.Op], root: hlo.Op, name: str) -> hlo.Op | None:
+    """Returns the operation of a loop's condition that gives one side of the comparison, which may be in a fusion."""
+    source = condition.get(name)
     if root.kind == 'fusion':
-      inner = self._computations[root.attribute('calls').lstrip('%')]
-      comparisons = [o for o in inner.values() if o.kind == 'compare']
-    if len(comparisons) == 1:
-      index = self._counter(ops, root, comparisons[0])
-      if index is not None:
-        first = self._initial(caller, op, index)
-        step = self._step(op, index, first)
-        bound = self._bound(caller, op, ops, root, comparisons[0])
-        if first is not None and bound is not None and step is not None and step > 0:
-          if 'direction=LE' in comparisons[0].text:  # the bound is included
-            bound += 1
-          return max(0, math.ceil((bound - first) / step))
-    return self._iterations(hlo.op_name(op))
+      source = self._called(root, 'calls')[name]
+      if source.kind == 'parameter':
+        source = condition.get(root.inputs[int(source.inner)])
+    while source and source.kind in ('bitcast', 'copy', 'convert'):
+      source = condition.get(source.inputs[0])
+    return source
 
-  def _sources(self, ops: dict[str, hlo.Op], root: hlo.Op, comparison: hlo.Op) -> list[hlo.Op | None]:
-    """Returns the operations on both sides of a comparison inside the condition of a loop."""
-    out: list[hlo.Op | None] = []
-    for name in comparison.inputs:
-      source: hlo.Op | None
-      if root.kind == 'fusion':
-        inner = self._computations[root.attribute('calls').lstrip('%')]
-        source = inner[name]
-        if source.kind == 'parameter':
-          source = ops.get(root.inputs[int(source.inner)])
-      else:
-        source = ops.get(name)
-      while source and source.kind in ('bitcast', 'copy', 'convert'):
-        source = ops.get(source.inputs[0])
-      out.append(source)
-    return out
-
-  def _counter(self, ops: dict[str, hlo.Op], root: hlo.Op, comparison: hlo.Op) -> int | None:
-    """Returns the index of the counter in the loop's tuple; None if the left side is not a field of it."""
-    left = self._sources(ops, root, comparison)[0]
-    if left is None or left.kind != 'get-tuple-element':
-      return None
-    return int(left.attribute('index'))
-
-  def _bound(self, caller: str, loop: hlo.Op, ops: dict[str, hlo.Op], root: hlo.Op, comparison: hlo.Op) -> int | None:
+  def _bound(self, caller: str, loop: hlo.Op, source: hlo.Op | None) -> int | None:
     """Returns the number that the counter is compared with; None if it depends on data."""
-    right = self._sources(ops, root, comparison)[1]
-    if right is None:
-      return None
-    if right.kind == 'constant':
-      return hlo.constant(right)
-    if right.kind == 'get-tuple-element':
-      return self._initial(caller, loop, int(right.attribute('index')))
+    if source and source.kind == 'constant':
+      return hlo.constant(source)
+    if source and source.kind == 'get-tuple-element':
+      return self._field(caller, loop.inputs[0], int(source.attribute('index')))
     return None
-
-  def _initial(self, caller: str, loop: hlo.Op, index: int) -> int | None:
-    """Returns the value of a field of the loop's tuple before the first iteration."""
-    return self._field(caller, loop.inputs[0], index)
 
   def _field(self, name: str, value: str, index: int) -> int | None:
     """Returns the constant at `index` of a tuple; None if it is not constant."""
@@ -113,12 +101,10 @@ class Loops:
 
   def _step(self, loop: hlo.Op, index: int, first: int | None) -> int | None:
     """Returns how much an iteration adds to the counter."""
-    body = loop.attribute('body').lstrip('%')
-    ops = self._computations[body]
-    root = next(o for o in ops.values() if o.root)
+    root = _root(self._called(loop, 'body'))
     if root.kind != 'tuple' or first is None:
       return None
-    after = self._number(body, root.inputs[index], {index: first})
+    after = self._number(loop.computation('body'), root.inputs[index], {index: first})
     return None if after is None else after - first
 
   def _number(self, name: str, value: str, state: dict[int, int]) -> int | None:
@@ -151,7 +137,7 @@ class Loops:
 
   def _fused_number(self, name: str, op: hlo.Op, state: dict[int, int]) -> int | None:
     """Evaluates a fusion of sums, as `_number` does."""
-    inner = self._computations[op.attribute('calls').lstrip('%')]
+    inner = self._called(op, 'calls')
 
     def value(o: hlo.Op) -> int | None:
       if o.kind == 'parameter':
@@ -165,7 +151,12 @@ class Loops:
         return _sum(o.kind, left, right)
       return None
 
-    return value(next(o for o in inner.values() if o.root))
+    return value(_root(inner))
+
+
+def _root(ops: dict[str, hlo.Op]) -> hlo.Op:
+  """Returns the instruction whose result is that of its computation."""
+  return next(op for op in ops.values() if op.root)
 
 
 def _sum(kind: str, left: int | None, right: int | None) -> int | None:
