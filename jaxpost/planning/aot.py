@@ -43,7 +43,6 @@ def compile_stage(prepared: PreparedStage, topology: machines.Topology, only: tu
 
   Args:
     prepared: a stage without data or weights; see `dry_run`.
-    topology: the described machine.
     only: names of the programs to compile; (): all.
 
   Raises:

@@ -27,9 +27,7 @@ AUTO = 'auto'
 def resolve(prepared: list[PreparedStage], note: Callable[[str], None]) -> list[PreparedStage]:
   """Returns the stages with meshes for the devices of this run instead of 'auto', and with defaults that fit.
 
-  Args:
-    prepared: the stages of a run.
-    note: note(text) prints a message.
+  note(text) prints a message.
   """
   machine = machines.here(jax.devices())
   resolved = []
@@ -93,8 +91,6 @@ def choose(p: PreparedStage, topology: machines.Topology, note: Callable[[str], 
 
   Args:
     p: a stage without data or weights; see `dry_run`.
-    topology: the machine.
-    note: note(text) prints a message.
 
   Raises:
     InputError: the update fits on no mesh.

@@ -108,8 +108,5 @@ class Case:
       sent: {kind: {axis: bytes that a device receives}}.
     """
     chip = self.topology.chip
-    wire = 0.0
-    for axes in (sent or {}).values():
-      for name, size in axes.items():
-        wire += size / meshes.rate(self.topology, dict(self.train.mesh.shape), name.split('+')[0])
+    wire = meshes.wire_seconds(self.topology, dict(self.train.mesh.shape), sent or {})
     return flops / chip.flops + moved / chip.bandwidth + wire

@@ -124,7 +124,6 @@ def choose(p: PreparedStage, topology: Topology) -> dict[str, Any]:
 
   Args:
     p: a stage whose meshes are given, of a run or of a plan.
-    topology: the machine.
 
   Returns:
     The fastest `model.remat` and `train.micro_batch_size` that fit, the largest `rollout.slots`, and

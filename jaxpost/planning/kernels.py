@@ -24,9 +24,7 @@ _TRITON_TARGET = '__gpu$xla.gpu.triton'
 def cost(op: hlo.Op, arguments: list[hlo.Array], filled: int = 0) -> tuple[float, float]:
   """Returns (FLOPs, bytes besides one read of each argument) of a custom call.
 
-  Args:
-    arguments: their arrays.
-    filled: filled entries of a slot's cache in decoding; 0: all.
+  filled: filled entries of a slot's cache in decoding; 0: all.
   """
   if not is_one(op):
     return 0.0, 0.0

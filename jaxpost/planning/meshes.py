@@ -140,9 +140,13 @@ def _seconds_a_token(inputs: Inputs, topology: machines.Topology, sizes: dict, s
   if topology.memory and state > topology.memory:
     return None
   sent = traffic_bound.of_pass(inputs.model, mesh_layout, shape, compute=compute, param_dtype=m.param_dtype, train=True)
-  return sum(
-    size / rate(topology, sizes, name.split('+')[0]) for axes in sent.values() for name, size in axes.items()
-  ) / math.prod(shape)
+  return wire_seconds(topology, sizes, sent) / math.prod(shape)
+
+
+def wire_seconds(topology: machines.Topology, sizes: dict[str, int], sent: Mapping[str, Mapping[str, float]]) -> float:
+  """Returns the seconds of {kind: {axes: bytes that a device receives}}, one collective after the other."""
+  traffic = [item for axes in sent.values() for item in axes.items()]
+  return sum(size / rate(topology, sizes, axes.split('+')[0]) for axes, size in traffic)
 
 
 def rate(topology: machines.Topology, sizes: dict, outer: str) -> float:

@@ -15,8 +15,6 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from jaxpost.distributed import bridge
 from jaxpost.planning import aot, cost, machines
 from jaxpost.rollout import buckets
@@ -102,7 +100,7 @@ def programs(compiled: aot.Compiled, topology: machines.Topology) -> list[dict]:
   step = step_of(placed)
   out = []
   for row in compiled.rows:
-    hosts, handed = dict(host_of(topology, row['mesh'])), _handed_over(placed, row, topology)
+    hosts, handed = host_of(topology, row['mesh']), _handed_over(placed, row, topology)
     out.append(
       dict(
         program=row['program'],
@@ -152,7 +150,7 @@ def _handed_over(placed: PlacedStage, row: dict, topology: machines.Topology) ->
   whole = math.prod(rollout.shape[a] for a in bridge.WHOLE)
   copies = train.size * whole // rollout.size
   copies_sent = math.ceil(whole / copies)
-  hosts = {host for mesh in (train, rollout) for _, host in host_of(topology, mesh)}
+  hosts = {host for mesh in (train, rollout) for host in host_of(topology, mesh).values()}
   return dict(bytes=copies_sent * row['output_bytes'], number=copies_sent, between_hosts=len(hosts) > 1)
 
 
@@ -184,8 +182,6 @@ def work(
 
   Args:
     row: of `aot.Compiled`.
-    mesh: of the program.
-    topology: with the chip's rates.
     hosts: {position in the mesh: host or slice}; see `host_of`.
     handed: copies sent to other devices afterwards, see `_handed_over`.
   """
@@ -256,14 +252,14 @@ def expected(flops: float, count: float, wire: float, chip: Chip) -> float | Non
   return (sum(parts) + max(parts)) / 2
 
 
-def host_of(topology: machines.Topology, mesh: jax.sharding.Mesh) -> list[tuple[int, int]]:
-  """Returns (position in the mesh, host or slice: devices of one share a fast network)."""
+def host_of(topology: machines.Topology, mesh: jax.sharding.Mesh) -> dict[int, int]:
+  """Returns {position in the mesh: host or slice}; the devices of one share a fast network."""
   devices = mesh.devices.flat
   if topology.gpu:
-    return list(enumerate(d.process_index for d in devices))
+    return dict(enumerate(d.process_index for d in devices))
   if topology.slices > 1:
-    return list(enumerate(d.slice_index for d in devices))
-  return list(enumerate(np.zeros(mesh.size, int).tolist()))
+    return dict(enumerate(d.slice_index for d in devices))
+  return dict.fromkeys(range(mesh.size), 0)
 
 
 def step_seconds(rows: list[dict], name: str, staleness: int) -> float:

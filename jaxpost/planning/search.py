@@ -24,7 +24,7 @@ if TYPE_CHECKING:
   from jaxpost.stage.records import PreparedStage
 
 _REMAT = ('none', 'dots')
-_MOST_ROWS = 8  # per shard
+_ROWS = (2, 4, 8)  # per shard, after 1
 
 
 class Candidate(NamedTuple):
@@ -45,9 +45,6 @@ def search(
   """Returns the best plan of each stage; prints the ranked candidates and a launch line for it.
 
   Args:
-    raw: the config.
-    options: of the plans, with the topology.
-    console: to print on.
     words: arguments of the calling command, from which the launch line takes the config flags.
 
   Raises:
@@ -136,14 +133,12 @@ def _candidates(p: PreparedStage, options: stage.Options, console: rich.console.
   best = min(seconds, key=seconds.__getitem__)
   for remat in _REMAT:
     attempt(best, remat, 1)
-  rows = 2
   last = seconds[best]
-  while rows <= _MOST_ROWS:
+  for rows in _ROWS:
     candidate = attempt(best, 'full', rows)
     if not candidate.fits or stage.seconds_a_token(candidate.plan) >= last:
       break
     last = stage.seconds_a_token(candidate.plan)
-    rows *= 2
   return tried
 
 
@@ -162,9 +157,10 @@ def _with_rollout(
     except InputError as error:
       console.print(f'mesh.rollout={mesh}: {error}')
       continue
-    console.print(f'mesh.rollout={mesh}: ' + ('does NOT fit' if plan['fits'] is False else 'fits'))
-    if plan['fits'] is not False:
-      return Candidate(settings, plan)
+    candidate = Candidate(settings, plan)
+    console.print(f'mesh.rollout={mesh}: ' + ('fits' if candidate.fits else 'does NOT fit'))
+    if candidate.fits:
+      return candidate
   return winner
 
 

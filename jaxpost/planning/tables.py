@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 import rich.console
@@ -122,10 +123,7 @@ def by_axis(row: dict) -> dict:
 
   Axes with at most 64 KiB of traffic are left out.
   """
-  tables = [*row['collective_bytes'].values(), *row['collective_minimum'].values()]
-  out: dict[str, dict[str, Any]] = {
-    axis: dict(sent=0.0, bound=0.0, kinds={}, far=False) for axes in tables for axis in axes
-  }
+  out: dict[str, dict[str, Any]] = collections.defaultdict(lambda: dict(sent=0.0, bound=0.0, kinds={}, far=False))
   for kind, sent in row['collective_bytes'].items():
     for axis, entry in sent.items():
       out[axis]['sent'] += entry['bytes']

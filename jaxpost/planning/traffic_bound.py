@@ -185,7 +185,6 @@ def of_reshard(
   """Returns {kind: {axis: bytes}}: what a device receives on average to get its part of the sampler's weights.
 
   Args:
-    model: whose weights are moved.
     moved_of: first parts of the paths of parameters that the program moves.
     times: calls of the program until all are moved.
     train: the current layout.

@@ -101,8 +101,7 @@ class Running:
       figures = {k: row[k] for k in ('program', 'shapes', 'compile_s', 'temp_bytes', 'argument_bytes')}
       figures['in_use_bytes'] = row.get('in_use_bytes')
       if 'totals' in row:
-        hosts = dict(roofline.host_of(topology, row['mesh']))
-        work = roofline.work(row, row['mesh'], topology, hosts)
+        work = roofline.work(row, row['mesh'], topology, roofline.host_of(topology, row['mesh']))
         seconds = work['seconds']
         figures |= dict(roofline_s=seconds['roofline'], expected_s=seconds['expected'])
         figures |= {f'{k}_flops': work['flops'][k] for k in ('program', 'model')}
