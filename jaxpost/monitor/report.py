@@ -7,7 +7,7 @@ report.html.jinja; this module prepares its values. Imports no JAX.
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -263,7 +263,8 @@ def write_report(workdir: epath.PathLike, rows: Sequence[Mapping] | None = None)
   warnings = saved.pop('warnings', ())
   values = saved or figures(rows)
   methods = {stage: _algorithm(config, stage) for stage in stages}
-  text = _template().render(
+  filters: dict[str, Callable] = dict(number=number, duration=_seconds, text=_text, title=_title)
+  text = template('monitor', 'report.html.jinja', filters).render(
     name=object_store.resolved(workdir).rpartition('/')[2],
     wall_s=saved.get('wall_s'),
     resumes=read_growing(workdir / 'resumes.jsonl'),
@@ -313,7 +314,7 @@ def start_of_run(workdir: epath.Path) -> dict[str, Any]:
   for name, stage in (last.get('stages') or {}).items():
     facts[name] = f'{stage.get("rows")} rows, {stage.get("steps")} steps of {stage.get("batch")}'
   shown = {label: str(value) for label, value in facts.items() if value not in (None, '')}
-  recipe, overrides = _config_flags(words)
+  recipe, overrides = _recipe(words)
   return dict(facts=shown, changes=last.get('changes') or {}, count=len(rows), recipe=recipe, overrides=overrides)
 
 
@@ -323,21 +324,21 @@ def _command(words: list[str]) -> str:
   return ' '.join([program, *map(shlex.quote, words[1:])])
 
 
-def _config_flags(words: list[str]) -> tuple[str, dict[str, str]]:
+def config_flags(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+  """Yields (--config or --config.FIELD, its value) of the config flags of a command line; None: no value follows."""
+  for word, following in zip(words, [*words[1:], '-']):
+    if match := re.fullmatch(r'--?((?:no)?config(?:\.[^=]+)?)(?:=(.*))?', word, re.DOTALL):
+      flag, value = match.groups()
+      yield f'--{flag}', following if value is None and not following.startswith('-') else value
+
+
+def _recipe(words: Sequence[str]) -> tuple[str, dict[str, str]]:
   """Returns (config file with its arguments, {field: text of its override}) of a command line."""
-  recipe, overrides = '', {}
-  for i, word in enumerate(words):
-    match = re.fullmatch(r'--?(no)?config(?:\.([^=]+))?(?:=(.*))?', word, re.DOTALL)
-    if not match:
-      continue
-    negated, field, value = match.groups()
-    next_word = words[i + 1] if i + 1 < len(words) and not words[i + 1].startswith('-') else 'True'
-    value = 'False' if negated else next_word if value is None else value
-    if field:
-      overrides[field] = value
-    else:
-      recipe = value
-  return recipe, overrides
+  texts = {
+    flag.partition('.')[2]: 'False' if flag.startswith('--no') else 'True' if value is None else value
+    for flag, value in config_flags(words)
+  }
+  return texts.pop('', ''), texts  # --config itself has no field
 
 
 def _title(key: str) -> str:
@@ -345,9 +346,9 @@ def _title(key: str) -> str:
   return display.title(key) + (' minus 1' if key.removeprefix('eval_') == 'sampler_mismatch' else '')
 
 
-def _template() -> jinja2.Template:
-  """Returns the template in this folder, which escapes all values."""
-  loader = jinja2.PackageLoader('jaxpost', 'monitor')
+def template(folder: str, file: str, filters: Mapping[str, Callable]) -> jinja2.Template:
+  """Returns the template in a file of a folder of jaxpost; it escapes all values."""
+  loader = jinja2.PackageLoader('jaxpost', folder)
   environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-  environment.filters.update(number=number, duration=_seconds, text=_text, title=_title)
-  return environment.get_template('report.html.jinja')
+  environment.filters |= filters
+  return environment.get_template(file)

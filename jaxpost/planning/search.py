@@ -8,7 +8,6 @@ are tried next.
 from __future__ import annotations
 
 import dataclasses
-import re
 import shlex
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +15,7 @@ import rich.console
 import rich.table
 
 from jaxpost.errors import InputError
+from jaxpost.monitor import report
 from jaxpost.monitor.program_table import console_table
 from jaxpost.planning import auto, defaults, dry_run, machines, meshes, stage, tables
 from jaxpost.programs.compile import TooLargeError
@@ -76,17 +76,9 @@ def search(
 
 def launch_line(words: tuple, proposed: dict) -> str:
   """Returns a command line of `launch.train` with the config flags among `words` and the proposed ones."""
-  flags = {}
-  remaining = list(words)
-  while remaining:
-    word = '--' + remaining.pop(0).lstrip('-')
-    name, equals, _ = word.partition('=')
-    if not re.match(r'--(no)?config(\.|$)', name):
-      continue
-    has_value = remaining and not equals and not remaining[0].startswith('-')
-    flags[name] = f'{word}={remaining.pop(0)}' if has_value else word
-  flags |= {k: f'{k}={v}' for k, v in proposed.items()}
-  return ' '.join(['python -m launch.train', *map(shlex.quote, flags.values()), '--workdir=runs/planned'])
+  flags = dict(report.config_flags(words)) | proposed
+  texts = [flag if value is None else f'{flag}={value}' for flag, value in flags.items()]
+  return ' '.join(['python -m launch.train', *map(shlex.quote, texts), '--workdir=runs/planned'])
 
 
 def _candidates(p: PreparedStage, options: stage.Options, console: rich.console.Console) -> list[Candidate]:

@@ -14,7 +14,6 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jinja2
 import scipy.stats
 from etils import epath
 
@@ -248,10 +247,8 @@ def write_page(runs: Sequence[epath.PathLike], out: epath.PathLike) -> None:
   rows = {name: metrics.read_rows(path / 'metrics.jsonl') for name, path in zip(names, paths)}
   configs = [config_lib.parse_saved(path / 'config.json') for path in paths]
   algorithms = {stage: config.algorithm for stages in configs for stage, config in stages.items()}
-  loader = jinja2.PackageLoader('jaxpost', 'tools')
-  environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-  environment.filters |= {'number': report.number, 'title': display.title}
-  text = environment.get_template('compare.html.jinja').render(
+  filters = dict(number=report.number, title=display.title)
+  text = report.template('tools', 'compare.html.jinja', filters).render(
     names=names, comparisons=[compare(runs[0], run) for run in runs[1:]], charts=list(_charts(rows, algorithms))
   )
   object_store.write(epath.Path(out), text.encode('utf-8', 'replace'))
