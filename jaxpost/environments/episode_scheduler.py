@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
-import itertools
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -59,7 +58,7 @@ class EpisodeScheduler:
     self.pools = {number: pool for number, pool in pools.items() if pool}  # of the episodes that have an environment
     self.waiting = collections.deque(e for e in episodes if e.number in self.pools)
     # Prompts of sources without an environment have one turn and no tool.
-    self.single = [self.begin(e, None) for e in episodes if e.number not in self.pools]
+    self.single = [request for e in episodes if e.number not in self.pools for request in self.begin(e, None)]
     # {pool: slots of its free environments}
     self.free = {pool: list(range(len(pool.all) * coordination.process_count())) for pool in owner.pool.each()}
     self.pending: list[PendingAnswers] = []
@@ -79,8 +78,7 @@ class EpisodeScheduler:
     self.block += 1
     for completion in completions:
       self.after_turn(completion)
-    ready = list(itertools.chain.from_iterable(self.single))
-    self.single = []
+    ready, self.single = self.single, []
     while True:
       self.start_waiting()
       due = self.take_due(idle and not ready)

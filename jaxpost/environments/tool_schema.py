@@ -49,9 +49,7 @@ class _Docstring(NamedTuple):
 def tool_schemas(environment: Any, label: str) -> dict[str, dict]:
   """Returns {name: schema} of the public methods.
 
-  Args:
-    environment: the instance.
-    label: its name in error messages.
+  label: name of the environment in error messages.
 
   Raises:
     InputError: if there is no `reset` or no tool, or a method lacks a type or a description.
@@ -61,7 +59,7 @@ def tool_schemas(environment: Any, label: str) -> dict[str, dict]:
     for n in dir(type(environment))
     if not n.startswith('_') and n not in _NOT_TOOLS and callable(inspect.getattr_static(type(environment), n))
   ]
-  if not callable(vars(type(environment)).get('reset')) and not hasattr(environment, 'reset'):
+  if not hasattr(environment, 'reset'):
     raise InputError(f'{label}: has no method reset(self, **row)')
   if not names:
     raise InputError(f'{label}: has no public method that could be a tool')
