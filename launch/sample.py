@@ -67,7 +67,7 @@ def main(argv):
     return chat.chat_loop(models, draws, _MESH.value, [], sys.stdin, out=sys.stdout)
   weights = next(iter(each.values()))
   prompts = completions.make_prompts(weights, _PROMPT.value, _FILE.value, _CHAT.value, tell=inference.to_stderr)
-  completion_files.finish(
+  completion_files.complete_all(
     each, prompts, draws, _MESH.value, _OUT.value, source=_WEIGHTS.name, show=completions.printer(draws.n, _JSON.value)
   )
 

@@ -142,7 +142,7 @@ def test_adapters_served_together_share_the_base_and_answer_as_alone(trained_ada
     assert pointers(weights.params) <= pointers(w.params)
   prompts = completions.make_prompts(weights, ['1+2=', '30+4='], as_chat=False)
   draws, rows = completions.Draws(max_new_tokens=8, temperature=0.0), []
-  completion_files.finish(by_name, prompts, draws, 'data=-1', '', source='', show=rows.append)
+  completion_files.complete_all(by_name, prompts, draws, 'data=-1', '', source='', show=rows.append)
   assert [r['adapter'] for r in rows] == ['one', 'one', 'two', 'two']
   for name in by_name:
     alone = completions.completion_rows(

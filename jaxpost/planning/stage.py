@@ -80,8 +80,8 @@ def plan(prepared: PreparedStage, options: Options) -> dict:
 def with_step(plan: dict) -> dict:
   """Returns the plan of an update alone, with the seconds of a step that consists of it."""
   row = plan['programs'][0]
-  plan['step'] = plan['step'] or {'no_overlap': {'step_s': row['calls'] * row['seconds']['no_overlap']}}
-  return plan
+  step = plan['step'] or {'no_overlap': {'step_s': row['calls'] * row['seconds']['no_overlap']}}
+  return plan | {'step': step}
 
 
 def seconds_a_token(plan: dict) -> float:

@@ -45,10 +45,7 @@ def complete_file(
   same call was killed, with the same result as a single call. `OUT.of.json` identifies the weights, draws and prompts.
 
   Args:
-    weights: to sample from.
-    prompts: one row each.
     out: the .jsonl file.
-    draws: how to sample.
     mesh: as config.mesh.rollout.
     source: name of the weights.
 
@@ -160,7 +157,7 @@ def _keep_finished_rows(out: str | os.PathLike[str], identity: dict, batch_promp
   return kept
 
 
-def finish(
+def complete_all(
   each: dict[str, Weights],
   prompts: Sequence[Prompt],
   draws: Draws,

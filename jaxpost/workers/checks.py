@@ -85,7 +85,7 @@ def read(source: str) -> Test:
     compile(source, 'test.py', 'exec')  # refuses more than the parser does, such as a return in no function
   except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
     raise UnreadableTest(f'it is no Python: {error}') from None
-  calls_tests(tree)
+  _append_calls_of_tests(tree)
   skipped = _not_evaluated(tree)
   for node in ast.walk(tree):
     if node not in skipped:
@@ -123,7 +123,7 @@ def _check_value(value: object, column: str) -> None:
     raise UnreadableTest(f'{column} has NaN, which equals nothing; write a test with math.isnan')
 
 
-def calls_tests(tree: ast.Module) -> None:
+def _append_calls_of_tests(tree: ast.Module) -> None:
   """Appends a call of each function `test_*` that the module defines and does not call, as pytest does."""
   called = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
   for node in list(tree.body):
