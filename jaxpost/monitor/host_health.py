@@ -79,8 +79,7 @@ class HostHealth:
     for name, (digest, params) in pending.items():
       digest = to_host(digest)
       row[f'param_hash/{name}'] = replicas.combined(digest)
-      differing = replicas.differing(digest, params)
-      if differing:
+      if differing := replicas.differing(digest, params):
         self._stop(differing)
     return row
 

@@ -16,7 +16,7 @@ import pathlib
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -46,10 +46,10 @@ def describe() -> dict[str, Any]:
   )
 
 
-def versions() -> dict[str, str]:
-  """Returns {package: version} of this library and the packages that it computes with."""
+def versions(packages: Iterable[str] = _PACKAGES) -> dict[str, str]:
+  """Returns {package: version} of this library and of those packages, by default what it computes with."""
   out = {'jaxpost': sys.modules['jaxpost'].__version__}  # a clone need not be installed
-  for name in _PACKAGES:
+  for name in packages:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
       out[name] = importlib.metadata.version(name)
   return out

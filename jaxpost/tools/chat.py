@@ -64,7 +64,6 @@ def chat_loop(
 
   Args:
     models: {name: weights} of the models that answer in turn, each in its own chat.
-    draws: how to sample.
     mesh: as config.mesh.rollout.
     first: messages before those of `asked`.
     asked: lines, such as sys.stdin.

@@ -228,7 +228,6 @@ def make_engine(
   """Returns a sampler that holds these weights.
 
   Args:
-    weights: of a policy.
     slots: sequences that are decoded at a time.
     max_prompt: tokens of the longest prompt.
     max_new_tokens: tokens of the longest completion.
@@ -283,8 +282,6 @@ def share_base(weights: Weights, name: str, folders: Sequence[str], mesh: str = 
   The model's own adapter or quantized matrices are merged into the base.
 
   Args:
-    weights: of the model.
-    name: of the model.
     folders: NAME=FOLDER of each adapter, as `inference.adapters` takes them.
     mesh: as config.mesh.rollout.
   """

@@ -60,14 +60,13 @@ def examine(workdir: str) -> list[Finding]:
 def _software() -> list[Finding]:
   packages = ', '.join(f'{name} {version}' for name, version in start.versions().items())
   python = f'{sys.version_info.major}.{sys.version_info.minor}'
-  fix = '' if sys.version_info >= (3, 11) else 'jaxpost needs Python 3.11 or newer'
-  out = [Finding('Python', python, fix), Finding('versions', packages), Finding('commit', start.commit() or 'no clone')]
-  missing = [f"{use} (pip install -e '.[{extra}]')" for name, (extra, use) in _OPTIONAL.items() if not _has(name)]
+  out = [Finding('Python', python), Finding('versions', packages), Finding('commit', start.commit() or 'no clone')]
+  missing = [
+    f"{use} (pip install -e '.[{extra}]')"
+    for name, (extra, use) in _OPTIONAL.items()
+    if importlib.util.find_spec(name) is None
+  ]
   return [*out, Finding('not installed', '; '.join(missing) or 'nothing that is optional')]
-
-
-def _has(module: str) -> bool:
-  return importlib.util.find_spec(module) is not None
 
 
 def _devices() -> list[Finding]:

@@ -103,7 +103,6 @@ def from_run(
   """Loads a checkpoint of a run.
 
   Args:
-    run: folder of the run.
     stage: '' is the last one that has a checkpoint.
     step: None is the newest checkpoint that is not damaged; 'best' is that of `config.save.keep_best`.
     warn: gets one line if damaged checkpoints were skipped, and one if a step before the newest is best.
@@ -208,7 +207,7 @@ def find_step(
   else:
     raise NoCheckpointError(f'{run}: no checkpoint of {stage or "any stage"} was finished there')
   if step is None:
-    with _checkpoints(run, name) as checkpointer:
+    with contextlib.closing(Checkpointer(folder)) as checkpointer:
       step = checkpointer.latest()
     if step is None:  # a run in progress deletes old ones
       raise NoCheckpointError(f'{folder}: its checkpoints have been removed meanwhile')
@@ -219,16 +218,10 @@ def find_step(
   return name, step
 
 
-def _checkpoints(run: epath.Path, name: str) -> contextlib.closing[Checkpointer]:
-  return contextlib.closing(Checkpointer(run / 'checkpoints' / name))
-
-
 def prepare_model(name: str, config: config_lib.Config, trained: Source | None = None) -> Inputs:
   """Returns inputs of a stage with its model and tokenizer only.
 
   Args:
-    name: of the stage.
-    config: of the stage.
     trained: the source of its checkpoint; None for the weights that the config names.
   """
   algorithm = algorithms.load_algorithm(config.algorithm)
@@ -286,10 +279,8 @@ def evaluate_as(
   held_out = eval_config.eval
   if data:
     held_out = dataclasses.replace(held_out, data=dataclasses.replace(held_out.data, path=data))
-  if size is not None:
-    held_out = dataclasses.replace(held_out, size=size)
-  if samples is not None:
-    held_out = dataclasses.replace(held_out, samples=samples)
+  replaced = {name: value for name, value in dict(size=size, samples=samples).items() if value is not None}
+  held_out = dataclasses.replace(held_out, **replaced)
   eval_config = dataclasses.replace(eval_config, eval=held_out)
   with working('evaluating'):
     metrics = evaluate(weights, eval_config, mesh)

@@ -61,7 +61,6 @@ def reproduce(
   found in the folder where the run was last started, if this machine has it.
 
   Args:
-    run: folder of the run.
     step: from 1, as in samples/STAGE/STEP.jsonl.
     row: from 0, the line of the sample there.
     stage: '' is the last one.

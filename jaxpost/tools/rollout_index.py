@@ -105,9 +105,9 @@ class Index:
 
   def refresh(self) -> bool:
     """Reads changed files and forgets removed ones; returns whether there were any."""
-    changed = False
     present = set()
     with self._refreshing:
+      before = self._changes
       for folder in sorted(self.run.glob('samples/*')):
         for path in metrics.sample_files(folder).values():
           with contextlib.suppress(FileNotFoundError):  # removed after it was listed
@@ -115,15 +115,13 @@ class Index:
             name, size, time = str(path), int(stat.length), int(stat.mtime)
             earlier = self._files.get(name)
             if earlier is None or (earlier.size, earlier.time) != (size, time):
-              changed = True
               self._forget(name)
               self._files[name] = self._read(path, size, time)
               self._changes += 1
             present.add(name)
       for name in self._files.keys() - present:
-        changed = True
         self._forget(name)
-    return changed
+      return self._changes != before
 
   def _forget(self, name: str) -> None:
     """Marks the episodes of a file as gone, if it was read before."""

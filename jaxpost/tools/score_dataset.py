@@ -85,12 +85,10 @@ def measure(
   """Samples completions, grades them and returns figures; a second call continues the file of the first.
 
   Args:
-    weights: of the model.
     rows: of `read`.
     rewards: as config.reward: a name, pkg.module:fn or ./file.py:fn, or several with commas.
     out: folder of completions.jsonl and graded.jsonl; '' keeps neither.
     draws: how to sample; draws.n is K.
-    grading: how samples are judged.
     mesh: as config.mesh.rollout.
     source: name of the weights.
     workers: processes that run the reward functions.

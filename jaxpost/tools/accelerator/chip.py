@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import platform
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import jax
 from jaxpost.hardware import chips, gpu_options, grouped_check, kernel_check, memory_rate, probe
 from jaxpost.matmul import Compute, compute_for
 from jaxpost.models import attention_kernels, presets
+from jaxpost.monitor import start
 
 if TYPE_CHECKING:
   from jaxpost.models.attention_kernels import AttentionShape
@@ -26,12 +26,6 @@ def versions() -> dict[str, Any]:
   """Returns installed versions and the devices of JAX."""
   device = jax.devices()[0]
   chip = chips.of_kind(device.device_kind)
-  packages = {}
-  for name in (*_PACKAGES, *_PLUGINS):
-    try:
-      packages[name] = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-      continue
   return dict(
     device=device.device_kind,
     devices=jax.device_count(),
@@ -39,7 +33,7 @@ def versions() -> dict[str, Any]:
     compute_capability=getattr(device, 'compute_capability', None),
     platform_version=device.client.platform_version,
     python=platform.python_version(),
-    packages=packages,
+    packages=start.versions((*_PACKAGES, *_PLUGINS)),
     memory_limit_bytes=(device.memory_stats() or {}).get('bytes_limit'),
     memory_of_data_sheet_bytes=chip and chip.memory,
     dtype=probe.matmul_type(),

@@ -59,7 +59,8 @@ def sft(
     profiled = workload.profile(lambda: jax.block_until_ready(update(stage, items[-1])))
     return dict(
       start_s=compiled_s,
-      **workload.spread(seconds),
+      step_s=float(np.median(seconds)),
+      step_p95_s=float(np.percentile(seconds, 95)),
       tokens_per_s=tokens_per_s,
       mean_context=context,
       **model_flops(stage, tokens_per_s, context),

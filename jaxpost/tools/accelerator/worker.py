@@ -18,6 +18,7 @@ from typing import Any
 
 from jaxpost import errors
 from jaxpost.hardware import host
+from jaxpost.monitor import metrics
 from jaxpost.tools.accelerator import rows as rows_lib
 
 # After these errors a device does not work any more: the process ends, and the supervisor starts another.
@@ -53,16 +54,7 @@ def measure(name: str, row: rows_lib.Row, tiny: bool, left: float = math.inf) ->
   finally:
     signal.setitimer(signal.ITIMER_REAL, 0)
   line = dict(row=name, seconds=round(time.perf_counter() - start, 1), **({'tiny': True} if tiny else {}), **figures)
-  return _finite(line)
-
-
-def _finite(x: Any) -> Any:
-  """Returns `x` with None instead of NaN and infinity, which JSON lacks."""
-  if isinstance(x, dict):
-    return {k: _finite(v) for k, v in x.items()}
-  if isinstance(x, (list, tuple)):
-    return [_finite(v) for v in x]
-  return None if isinstance(x, float) and not math.isfinite(x) else x
+  return metrics.plain(line)
 
 
 def main(argv: list[str]) -> None:

@@ -117,7 +117,6 @@ def stage(
   """Places a stage with random weights and, as a run does, with defaults that fit the memory of the device.
 
   Args:
-    cfg: shape of its model.
     config: sections as in a config file.
     rows: kind and lengths of its documents or prompts; see `write_rows`.
     head_elements: largest number of logits in memory; 0: the default.
@@ -168,11 +167,6 @@ class Watch:
     peak = memory.peak().get('memory/peak_bytes', 0)
     measured = peak if peak > self._peak else None
     return dict(peak_bytes=measured, predicted_bytes=predicted, peak_share=measured and measured / max(predicted, 1))
-
-
-def spread(seconds: list[float]) -> dict[str, float]:
-  """Returns median and 95th percentile of a step, in seconds."""
-  return dict(step_s=float(np.median(seconds)), step_p95_s=float(np.percentile(seconds, 95)))
 
 
 def keep_traces(folder: str) -> None:
