@@ -1086,7 +1086,7 @@ def compiled_train_step(topology, name, mesh='data=2,fsdp=2,tensor=2', **fields)
     {},
     dict(num_layers=2, layer_windows=[300, 0], attention_softcap=20.0, biases=['sinks'], num_kv_heads=1),
     dict(num_layers=2, head_dim=256),
-    dict(branches=True, num_layers=1, head_dim=128),
+    dict(branches=True, num_layers=2, head_dim=128),
   ],
 )
 def test_a_train_step_with_splash_compiles_for_tpus(fields):
