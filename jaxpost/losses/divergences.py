@@ -1,7 +1,7 @@
 """Divergences between a student and a teacher, token by token.
 
-Legend: V vocabulary, k most probable tokens of the teacher; leading axes are
-free. S is the student, T the teacher. Results are float32 and unreduced.
+Legend: V vocabulary, k most probable tokens of the teacher; leading axes [...] are free. S is the student, T the
+teacher. Results are [...] float32, unreduced.
 
 Padding of the vocabulary has logits of -1e30 (or -inf): it has probability 0 and gets no gradient.
 """
@@ -20,7 +20,7 @@ _FLOOR = -100.0
 
 
 def generalized_jsd(
-  student_logits: jax.Array, teacher_logits: jax.Array, beta: float = 0.5, temperature: float = 1.0
+  student_logits: jax.Array, teacher_logits: jax.Array, beta: float, temperature: float = 1.0
 ) -> jax.Array:
   """beta KL(T || M) + (1 - beta) KL(S || M), M = (1 - beta) S + beta T.
 
@@ -39,11 +39,7 @@ def generalized_jsd(
 
 
 def topk_jsd(
-  student_logits: jax.Array,
-  teacher_ids: jax.Array,
-  teacher_logprobs: jax.Array,
-  beta: float = 0.5,
-  temperature: float = 1.0,
+  student_logits: jax.Array, teacher_ids: jax.Array, teacher_logprobs: jax.Array, beta: float, temperature: float = 1.0
 ) -> jax.Array:
   """Computes `generalized_jsd` from the k most probable tokens of the teacher.
 
@@ -55,19 +51,12 @@ def topk_jsd(
     teacher_ids: [..., k] int, distinct.
     teacher_logprobs: [..., k], log_softmax(teacher logits / temperature) of
       those tokens: the temperature is already applied.
-
-  Returns:
-    [...] float32.
   """
   return partial_jsd(student_logits, teacher_ids + 1, teacher_logprobs, beta, temperature)
 
 
 def partial_jsd(
-  student_logits: jax.Array,
-  teacher_ids: jax.Array,
-  teacher_logprobs: jax.Array,
-  beta: float = 0.5,
-  temperature: float = 1.0,
+  student_logits: jax.Array, teacher_ids: jax.Array, teacher_logprobs: jax.Array, beta: float, temperature: float = 1.0
 ) -> jax.Array:
   """Computes `topk_jsd` where the student's vocabulary may lack some of the teacher's k tokens.
 
@@ -77,9 +66,6 @@ def partial_jsd(
     student_logits: [..., V], divided by `temperature`.
     teacher_ids: [..., k] int, 1 + the student's id of each, distinct; 0 for none.
     teacher_logprobs: [..., k].
-
-  Returns:
-    [...] float32.
   """
   same_shape('teacher_ids, teacher_logprobs [..., k]', None, teacher_ids, teacher_logprobs)
   same_shape(
@@ -100,7 +86,7 @@ def partial_jsd(
   return _divergence(student, jnp.concatenate([teacher, teacher_tail], axis=-1), beta)
 
 
-def event_jsd(student_logprob: jax.Array, teacher_logprob: jax.Array, beta: float = 0.5) -> jax.Array:
+def event_jsd(student_logprob: jax.Array, teacher_logprob: jax.Array, beta: float) -> jax.Array:
   """Computes `generalized_jsd` of one event, with that log-probability, and its complement.
 
   A lower bound of the divergence of distributions in which the event is one outcome or several.

@@ -19,28 +19,18 @@ Teachers = tuple[list[jax.Array], list[jax.Array]]
 
 
 class HeadConfig(NamedTuple):
-  """Static configuration of a compiled head.
+  """Static configuration of a compiled head."""
 
-  Attributes:
-    loss_fn: loss of a chunk, elementwise in tokens; None: only outputs are computed.
-    vocab_size: number of rows of the head without padding.
-    temperature: logits are divided by it.
-    reads: fields of `Outputs` to compute besides `logprobs`.
-    learns: the fields among `reads` through which the loss is differentiated.
-    divergence: computes `outputs.divergence`; None if no loss reads it.
-    form, teacher_forms: (divisor, soft cap) of the logits of the model and of each teacher, see `logits`.
-  """
-
-  loss_fn: TokenLoss | None
-  vocab_size: int
-  temperature: float
+  loss_fn: TokenLoss | None  # loss of a chunk, elementwise in tokens; None: only outputs are computed
+  vocab_size: int  # number of rows of the head without padding
+  temperature: float  # logits are divided by it
   compute: Compute
   layout: Layout
-  reads: tuple[str, ...] = ('entropy',)
-  learns: tuple[str, ...] = ('entropy',)
-  divergence: Divergence | None = None
-  form: tuple[float, float] = (1.0, 0.0)
-  teacher_forms: tuple[tuple[float, float], ...] = ()
+  reads: tuple[str, ...] = ('entropy',)  # fields of `Outputs` to compute besides `logprobs`
+  learns: tuple[str, ...] = ('entropy',)  # the fields among `reads` through which the loss is differentiated
+  divergence: Divergence | None = None  # computes `outputs.divergence`; None if no loss reads it
+  form: tuple[float, float] = (1.0, 0.0)  # (divisor, soft cap) of the logits, see `logits`
+  teacher_forms: tuple[tuple[float, float], ...] = ()  # `form` of each teacher
 
 
 class HeadResult(NamedTuple):

@@ -17,25 +17,16 @@ from jaxpost.losses.reduce import MAX_LOG_RATIO, by_name, same_shape
 
 @dataclasses.dataclass(frozen=True)
 class CorrectionOptions:
-  """Options of the correction methods, fields of config.rl; each method reads some of them.
+  """Options of the correction methods, fields of config.rl; each method reads some of them."""
 
-  Attributes:
-    importance_cap: upper bound of truncated weights.
-    token_low, token_high: 'icepop' and 'token_mask' keep tokens whose ratio is
-      in this range.
-    sequence_low, sequence_high: 'sequence_mask' keeps sequences whose geometric
-      mean of the ratios is in this range; 'product_mask' takes their product.
-    reject_above: 'token_k2', 'token_k3', 'sequence_k2' and 'sequence_k3' keep
-      tokens or sequences of at most this divergence.
-  """
-
-  importance_cap: float = 2.0
-  token_low: float = 0.5
+  importance_cap: float = 2.0  # upper bound of truncated weights
+  token_low: float = 0.5  # bounds of 'icepop' and 'token_mask' for the ratio of a token
   token_high: float = 5.0
-  sequence_low: float = 0.99
+  sequence_low: float = 0.99  # bounds of 'sequence_mask' for the geometric mean of the ratios of a sequence
   sequence_high: float = 1.01
-  product_low: float = 0.5
+  product_low: float = 0.5  # bounds of 'product_mask' for the product of the ratios of a sequence
   product_high: float = 2.0
+  # 'token_k2', 'token_k3', 'sequence_k2' and 'sequence_k3' keep tokens or sequences of at most this divergence.
   reject_above: float = 0.1
 
 
@@ -56,17 +47,12 @@ def sequence_truncated(log_ratio: np.ndarray, mask: np.ndarray, options: Correct
 
 @dataclasses.dataclass(frozen=True)
 class Correction:
-  """An entry of `METHODS`.
+  """An entry of `METHODS`."""
 
-  Attributes:
-    fn: (log_ratio [N, C] float64, mask [N, C] bool, options) -> [N, C]; `correction` masks the result.
-    reads: fields of `CorrectionOptions` that it reads.
-    weighs: whether the result is a ratio, of which a product may have only one; others are masks of 0 and 1.
-  """
-
+  # (log_ratio [N, C] float64, mask [N, C] bool, options) -> [N, C]; `correction` masks the result.
   fn: Callable[[np.ndarray, np.ndarray, CorrectionOptions], np.ndarray]
-  reads: tuple[str, ...]
-  weighs: bool = False
+  reads: tuple[str, ...]  # fields of `CorrectionOptions`
+  weighs: bool = False  # whether the result is a ratio, of which a product may have only one, and not a mask of 0 and 1
 
 
 _TOKEN, _SEQUENCE = ('token_low', 'token_high'), ('sequence_low', 'sequence_high')

@@ -231,11 +231,6 @@ class PreferenceLoss:
   needs_reference: bool = True
   reward_is_mean: bool = False
 
-  @property
-  def allows_f_divergence(self) -> bool:
-    """True if an f-divergence other than reverse KL may be configured with it."""
-    return 'f_divergence' in self.reads or not self.needs_reference
-
 
 _F_OPTIONS = ('f_divergence', 'f_alpha')
 
@@ -270,8 +265,8 @@ def readers(option: str) -> tuple[str, ...]:
 
 
 def without_f_divergence(names: Sequence[str]) -> list[str]:
-  """Returns the losses among `names` that are defined for reverse KL only."""
-  return sorted(name for name in set(names) if not LOSSES[name].allows_f_divergence)
+  """Returns the losses among `names` that are defined for reverse KL only: they do not read `f_divergence`."""
+  return sorted(name for name in {*names} - {*readers('f_divergence')} if LOSSES[name].needs_reference)
 
 
 def weighted(names: Sequence[str], weights: Sequence[float], pairs: Pairs, options: PreferenceOptions) -> jax.Array:

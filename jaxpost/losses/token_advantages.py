@@ -1,6 +1,6 @@
 """Advantage estimators from rewards of tokens: REINFORCE++ and ReMax, and whitening.
 
-Legend and conventions are those of advantages.py.
+Legend and conventions are those of advantages.py. Rewards of tokens and masks are [N, C], and results [N, C] float32.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ from jaxpost.losses.reduce import same_shape
 
 
 def whiten(x: ArrayLike, mask: ArrayLike) -> np.ndarray:
-  """(x - mean) / sqrt(var + 1e-8), over all entries of [N, C] in the mask; the variance is unbiased."""
+  """(x - mean) / sqrt(var + 1e-8), over all entries in the mask; the variance is unbiased."""
   mask, x = masked_tokens('x, mask [N, C]', mask, x)
   count = int(mask.sum())
   mean = x.sum() / max(count, 1)
@@ -26,10 +26,7 @@ def returns_to_go(token_rewards: ArrayLike, mask: ArrayLike, gamma: float = 1.0)
   Tokens outside of the mask are skipped: their rewards are ignored, and discounts do not count them.
 
   Args:
-    token_rewards: [N, C], including -coef * KL if the KL is part of the reward.
-
-  Returns:
-    [N, C] float32.
+    token_rewards: including -coef * KL if the KL is part of the reward.
   """
   mask, rewards = masked_tokens('token_rewards, mask [N, C]', mask, token_rewards)
   returns = np.zeros_like(rewards)
@@ -41,23 +38,16 @@ def returns_to_go(token_rewards: ArrayLike, mask: ArrayLike, gamma: float = 1.0)
 
 
 def reinforce_plus_plus(token_rewards: ArrayLike, mask: ArrayLike, gamma: float = 1.0) -> np.ndarray:
-  """Returns whitened `returns_to_go` [N, C]: REINFORCE++ (arXiv:2501.03262)."""
+  """Returns whitened `returns_to_go`: REINFORCE++ (arXiv:2501.03262)."""
   return whiten(returns_to_go(token_rewards, mask, gamma), mask)
 
 
 def reinforce_plus_plus_baseline(
   rewards: ArrayLike, valid: ArrayLike, mask: ArrayLike, *, singleton: str = 'zero'
 ) -> np.ndarray:
-  """r - mean of the group on every token, whitened over the batch.
+  """r - mean of the group, from rewards and valid [P, G], on every token; whitened over the batch.
 
   REINFORCE++-baseline (arXiv:2501.03262).
-
-  Args:
-    rewards, valid: [P, G].
-    mask: [N, C].
-
-  Returns:
-    [N, C] float32.
   """
   rewards, valid = advantages.as_groups(rewards, valid)
   mask = np.asarray(mask, bool)
@@ -71,11 +61,7 @@ def remax(token_rewards: ArrayLike, mask: ArrayLike, greedy_rewards: ArrayLike, 
   """Returns `returns_to_go` minus the reward of the greedy completion: ReMax (arXiv:2310.10505).
 
   Args:
-    token_rewards, mask: [N, C].
     greedy_rewards: [N], reward of the greedy completion of each sequence's prompt.
-
-  Returns:
-    [N, C] float32.
   """
   greedy = np.asarray(greedy_rewards, np.float64)
   returns = returns_to_go(token_rewards, mask, gamma)

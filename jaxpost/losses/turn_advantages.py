@@ -1,7 +1,8 @@
 """Advantage estimators for conversations, from the rewards of their turns: MT-GRPO and GiGPO.
 
 Legend: N sequences, G samples per prompt, P = N / G prompts, C completion tokens, K the largest number of turns.
-A turn is a run of sampled tokens; between two turns are the tokens of the environment's answer.
+A turn is a run of sampled tokens; between two turns are the tokens of the environment's answer. Advantages are [N, C]
+float32.
 """
 
 import collections
@@ -33,9 +34,6 @@ def mt_grpo(
     rewards, valid: [P, G]; the outcome is the reward minus the sum of the rewards of all turns.
     turn_rewards: [N, C], the reward of a turn at one of its tokens.
     sampled: [N, C], nonzero for tokens of turns.
-
-  Returns:
-    [N, C] float32.
   """
   rewards, valid = advantages.as_groups(rewards, valid)
   turns = turns_of(sampled)
@@ -71,9 +69,6 @@ def gigpo(
   Args:
     rewards, valid, turn_rewards, sampled: as in `mt_grpo`.
     completions: [N, C] tokens.
-
-  Returns:
-    [N, C] float32.
   """
   rewards, valid = advantages.as_groups(rewards, valid)
   turns = turns_of(sampled)

@@ -92,16 +92,10 @@ def explained_variance(values: Array, returns: Array, mask: Array) -> float:
 def bradley_terry(
   chosen: jax.Array, rejected: jax.Array, margin: Array | None = None, center_coef: float = 0.0
 ) -> jax.Array:
-  """-log sigmoid(r_c - r_r - margin) + center_coef (r_c + r_r)^2.
+  """-log sigmoid(r_c - r_r - margin) + center_coef (r_c + r_r)^2 of rewards [P].
 
   InstructGPT (arXiv:2203.02155), eq. 1, with Llama 2's margin
   (arXiv:2307.09288), eq. 2, and the centering of arXiv:2312.09244.
-
-  Args:
-    chosen, rejected: [P] rewards; margin: [P] or None.
-
-  Returns:
-    [P].
   """
   same_shape('chosen, rejected [P]', None, chosen, rejected)
   gap = chosen - rejected
@@ -118,16 +112,10 @@ def squared_error(predictions: Array, targets: Array) -> Array:
 
 
 def process_reward_loss(logits: Array, labels: Array) -> jax.Array:
-  """-y log sigmoid(x) - (1 - y) log sigmoid(-x), at the last token of each step.
+  """-y log sigmoid(x) - (1 - y) log sigmoid(-x) of logits x and labels y [B, T], at the last token of each step.
 
   "Let's verify step by step" (arXiv:2305.20050): the label y in [0, 1] says
   whether the step of the solution is right. The batch gives other tokens weight 0.
-
-  Args:
-    logits, labels: [B, T].
-
-  Returns:
-    [B, T].
   """
   same_shape('logits, labels', None, logits, labels)
   return jax.nn.softplus(logits) - labels * logits
