@@ -188,18 +188,12 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CustomConfig:
-  """Config of a custom model (`custom.py`): the fields that other rooms read.
-
-  Attributes:
-    size: number of parameters.
-    code: FILE.py:FUNCTION that makes the model.
-    ...: the other fields are those of `ModelConfig`.
-  """
+  """Config of a custom model (`custom.py`): the fields of `ModelConfig` that other rooms read, and two of its own."""
 
   vocab_size: int
   hidden_size: int
-  size: int
-  code: str = ''
+  size: int  # number of parameters
+  code: str = ''  # FILE.py:FUNCTION that makes the model
   family: str = 'custom'
   num_layers: int = 0
   num_kv_heads: int = 0

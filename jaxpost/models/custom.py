@@ -118,9 +118,8 @@ def _named_axes(path: str, shape: tuple, rules, named) -> tuple:
           f'config.model.preset: axes {names} of {pattern!r} are for {len(names)} dimensions; {path} is {list(shape)}'
         )
       return tuple(names)
-  if named:
-    return (*named, *(None,) * (len(shape) - len(named)))
-  return ('embed', *(None,) * (len(shape) - 1)) if len(shape) > 1 else (None,) * len(shape)
+  names = named or (('embed',) if len(shape) > 1 else ())
+  return (*names, *(None,) * (len(shape) - len(names)))
 
 
 def _make(init, apply, vocab_size, head, rules, named) -> Model:

@@ -13,24 +13,15 @@ from flax import struct
 
 @struct.dataclass
 class Dispatch:
-  """Which rows are sent where, from the point of view of one device.
+  """Which rows are sent where, from the point of view of one device; integers are int32."""
 
-  Attributes:
-    goes: [n, N] bool, True where a local row is sent to a device.
-    rows: [n, N] int32, for each device the numbers of the local rows, first of those that are sent to it.
-    place: [n, N] int32, the place of a local row among those sent.
-    arrived: [n, N] int32, for each device the numbers that its rows have there, first of those received from it.
-    sent, received: [n] int32, numbers of rows to and from each device.
-    exact: see `exchange`.
-  """
-
-  goes: jax.Array
-  rows: jax.Array
-  place: jax.Array
-  arrived: jax.Array
-  sent: jax.Array
-  received: jax.Array
-  exact: bool = struct.field(pytree_node=False)
+  goes: jax.Array  # [n, N] bool, True where a local row is sent to a device
+  rows: jax.Array  # [n, N], for each device the numbers of the local rows, first of those that are sent to it
+  place: jax.Array  # [n, N], the place of a local row among those sent
+  arrived: jax.Array  # [n, N], for each device the numbers that its rows have there, first of those received from it
+  sent: jax.Array  # [n], numbers of rows to each device
+  received: jax.Array  # [n], numbers of rows from each device
+  exact: bool = struct.field(pytree_node=False)  # see `exchange`
 
 
 def sort_by_key(key: jax.Array, num_keys: int) -> tuple[jax.Array, jax.Array]:

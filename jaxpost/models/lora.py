@@ -163,21 +163,14 @@ def fresh(number: int, spec: Param, key: jax.Array) -> jax.Array:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=('w', 'a', 'b', 'keys'), meta_fields=('scale', 'rate'))
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-  """A matrix with its adapter, which `matmul.einsum` accepts as an operand.
+  """A matrix W with its adapter A and B, which `matmul.einsum` accepts as an operand."""
 
-  Attributes:
-    w, a, b: W, A and B; w may be a `QuantizedMatrix`.
-    keys: [B, 2] uint32, dropout keys of the rows; None: no dropout.
-    scale: factor of (x A) B.
-    rate: dropout rate.
-  """
-
-  w: jax.Array
+  w: jax.Array  # it may be a `QuantizedMatrix`
   a: jax.Array
   b: jax.Array
-  keys: jax.Array | None
-  scale: float
-  rate: float
+  keys: jax.Array | None  # [B, 2] uint32, dropout keys of the rows; None: no dropout
+  scale: float  # factor of (x A) B
+  rate: float  # of dropout
 
   def apart(self) -> tuple:
     """Returns (W, A, scale B), for grouped products of experts."""

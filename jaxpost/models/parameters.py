@@ -26,28 +26,19 @@ MTP = 'mtp'  # path prefix of the module for multi-token prediction, which sampl
 
 @dataclasses.dataclass(frozen=True)
 class Param:
-  """One row of the parameter table.
-
-  Attributes:
-    axes: logical name of each dimension; 'layers' comes first where stacked.
-    hf: name in a Hugging Face folder of Llama, with {} for the layer, and for
-      the expert if each has a tensor; formats/ has the names of other families.
-    matrix: an operand of matrix products, stored transposed by HF ([out, in]).
-    exact: never rounded: a norm scale, a bias or a router.
-    numbers: the layers that have it, in the order of its entries; (): all layers.
-    dtype: type in memory; '' is the type of the other parameters.
-    frozen: has no gradient, and is never trained.
-  """
+  """One row of the parameter table."""
 
   shape: tuple[int, ...]
-  axes: tuple[str | None, ...]
+  axes: tuple[str | None, ...]  # logical name of each dimension; 'layers' comes first where stacked
+  # Name in a Hugging Face folder of Llama, with {} for the layer, and for the expert if each has a tensor; formats/ has
+  # the names of other families.
   hf: str
   init: str = 'normal'  # normal | ones | zeros
-  matrix: bool = False
-  exact: bool = False
-  numbers: tuple[int, ...] = ()
-  dtype: str = ''
-  frozen: bool = False
+  matrix: bool = False  # an operand of matrix products, stored transposed by HF ([out, in])
+  exact: bool = False  # never rounded: a norm scale, a bias or a router
+  numbers: tuple[int, ...] = ()  # the layers that have it, in the order of its entries; (): all layers
+  dtype: str = ''  # type in memory; '' is the type of the other parameters
+  frozen: bool = False  # has no gradient, and is never trained
 
   @property
   def stacked(self) -> bool:

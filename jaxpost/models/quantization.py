@@ -55,18 +55,11 @@ _BETWEEN = (_NF4[1:] + _NF4[:-1]) / 2
 @functools.partial(jax.tree_util.register_dataclass, data_fields=('codes', 'scales'), meta_fields=('axis',))
 @dataclasses.dataclass(frozen=True)
 class QuantizedMatrix:
-  """A quantized matrix, which `matmul.einsum` accepts as an operand.
+  """A quantized matrix, which `matmul.einsum` accepts as an operand."""
 
-  Attributes:
-    codes: int8; or uint8 with two 4-bit codes, those of the first half of a
-      block in the low bits.
-    scales: bfloat16, one for each block.
-    axis: dimension that is cut into blocks, counted from the end.
-  """
-
-  codes: jax.Array
-  scales: jax.Array
-  axis: int
+  codes: jax.Array  # int8; or uint8 with two 4-bit codes, those of the first half of a block in the low bits
+  scales: jax.Array  # bfloat16, one for each block
+  axis: int  # dimension that is cut into blocks, counted from the end
 
   def product(self, spec: str, x: jax.Array, dtype: str, out: str = 'float32') -> jax.Array:
     """Computes `einsum(spec, x, W)` in the type `out`; no gradient for the matrix."""
@@ -232,6 +225,7 @@ def convert_params(params: dict, model: Model) -> dict:
 
   Matrices that `params` lacks are skipped.
   """
+  dtype = params['norm'].dtype if 'norm' in params else jnp.float32  # of dequantized matrices
   for path, axis in block_axes((model.base or model).table).items():
     try:
       x = leaf(params, path)
@@ -243,16 +237,11 @@ def convert_params(params: dict, model: Model) -> dict:
     if kind == model.quantized:
       continue
     if kind:
-      dtype = params['norm'].dtype if 'norm' in params else jnp.float32
-      x = jax.lax.map(functools.partial(_dense, axis=axis, dtype=dtype), x)
+      x = jax.lax.map(lambda layer: layer.dense(dtype), QuantizedMatrix(axis=axis, **x))
     if model.quantized:
       x = jax.lax.map(functools.partial(quantize, kind=model.quantized, axis=axis), x)
     params = _put(params, path, x)
   return params
-
-
-def _dense(arrays, axis, dtype):
-  return QuantizedMatrix(axis=axis, **arrays).dense(dtype)
 
 
 def _put(tree, path, x):

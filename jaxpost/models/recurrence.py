@@ -140,18 +140,7 @@ def _over_chunks(terms: tuple, state: jax.Array, product: Callable) -> tuple[jax
 def step(
   q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array, state: jax.Array, *, corrected: bool
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes a recurrence of one token, in float32.
-
-  Args:
-    q, k: [B, K, d].
-    v: [B, H, e].
-    log_decay: [B, H, 1 or d].
-    beta: [B, H].
-    state: [B, H, d, e].
-
-  Returns:
-    (out [B, H, e], state [B, H, d, e]).
-  """
+  """Computes a recurrence of one token, in float32; arguments and result are those of `chunked`, without T."""
   groups = v.shape[1] // k.shape[1]
   q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
   q, k = jnp.repeat(q, groups, axis=1)[..., None], jnp.repeat(k, groups, axis=1)[..., None]

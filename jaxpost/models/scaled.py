@@ -40,15 +40,10 @@ _LARGEST, _FLOAT8 = dict(KINDS.values()), jnp.float8_e4m3fn
 @functools.partial(jax.tree_util.register_dataclass, data_fields=('codes', 'scales'), meta_fields=())
 @dataclasses.dataclass(frozen=True)
 class Scaled:
-  """An array codes * scales, which `matmul.einsum` accepts as an operand.
+  """An array codes * scales, which `matmul.einsum` accepts as an operand."""
 
-  Attributes:
-    codes: int8, or the bits of float8 (e4m3) as uint8.
-    scales: an array of as many dimensions, of size 1 along those that share a scale.
-  """
-
-  codes: Any
-  scales: Any
+  codes: Any  # int8, or the bits of float8 (e4m3) as uint8
+  scales: Any  # an array of as many dimensions, of size 1 along those that share a scale
 
   @property
   def shape(self) -> tuple[int, ...]:
