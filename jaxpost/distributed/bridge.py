@@ -21,14 +21,10 @@ WHOLE = ('data', 'fsdp')  # mesh axes of a sampling mesh over which weights are 
 
 @dataclasses.dataclass(frozen=True)
 class Bridge:
-  """Copies weights from the training devices to a sampling mesh of other devices.
+  """Copies weights from the training devices to a sampling mesh of other devices."""
 
-  source: a layout on the training devices with the shards of the target, in one or more copies.
-  target: the layout on the other devices.
-  """
-
-  source: Layout
-  target: Layout
+  source: Layout  # on the training devices, with the shards of the target in one or more copies
+  target: Layout  # on the other devices
 
   def arriving(self, tree: Any) -> Any:
     """Returns shapes, dtypes and shardings of the arrays that `__call__` returns."""

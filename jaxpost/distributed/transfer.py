@@ -46,7 +46,7 @@ def to_host(tree: Any, share: bool = True) -> Any:
 
     data = None
     if coordination.process_index() == sender:
-      data = b''.join(np.ascontiguousarray(arrays[i]).tobytes() for i in indices)
+      data = b''.join(arrays[i].tobytes() for i in indices)
     data, offset = memoryview(channel.broadcast_bytes(sender, data)), 0
     for i in indices:
       x = leaves[i]

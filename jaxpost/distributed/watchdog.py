@@ -47,23 +47,15 @@ _printed: list[int] = []
 
 
 class _State:
-  """State of the watchdog, shared by the main thread and the watching thread.
+  """State of the watchdog, shared by the main thread and the watching thread."""
 
-  operation: the operation that the main thread is in.
-  since: its start by the monotonic clock.
-  limit: the seconds that it may take; 0 for no limit.
-  completes: whether it is completed even if another process has failed.
-  peers: the other processes; None in a run of one process.
-  left: set when this process ends normally.
-  """
-
-  operation = 'the start'
-  since = 0.0
-  limit = 0.0
-  completes = False
-  peers: Peers | None = None
+  operation = 'the start'  # that the main thread is in
+  since = 0.0  # its start by the monotonic clock
+  limit = 0.0  # the seconds that it may take; 0 for no limit
+  completes = False  # whether it is completed even if another process has failed
+  peers: Peers | None = None  # the other processes; None in a run of one process
   thread: threading.Thread | None = None
-  left = threading.Event()
+  left = threading.Event()  # set when this process ends normally
 
 
 def start_operation(operation: str, limit_s: float) -> None:
