@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxpost.rl import batching, reward_metrics
 from jaxpost.rl.grading import GradedRollout, Grader, PendingRollout, varied
-from jaxpost.rl.rollout_queue import OnDispatch, RolloutQueue, RolloutSampler
+from jaxpost.rl.rollout_queue import RolloutQueue, RolloutSampler
 from jaxpost.rl.scoring import Scorer
 from jaxpost.types import Batch, Credit, Experience, Item, RowShape, Scores, Update
 
@@ -31,7 +31,7 @@ if typing.TYPE_CHECKING:  # for annotations only: the objects are passed in
   from jaxpost.rl.dynamic_sampling import Surplus
   from jaxpost.rl.replay import Replay
   from jaxpost.roles import Roles
-  from jaxpost.rollout.engine import Engine
+  from jaxpost.rollout.engine import Engine, OnDispatch
 
 
 @dataclasses.dataclass

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
   from jaxpost.data.sources import Rows
   from jaxpost.data.tokenizer import Tokenizer
   from jaxpost.rewards.groups import Graded
-  from jaxpost.rl.rollout_queue import OnDispatch, RolloutSampler
+  from jaxpost.rl.rollout_queue import RolloutSampler
+  from jaxpost.rollout.engine import OnDispatch
 
 _STREAM = 7  # separates these random numbers from others of the same seed and step
 
@@ -50,12 +51,7 @@ class DemonstrationSampler:
     return draw < self.share
 
   def __call__(
-    self,
-    prompts: Sequence[Prompt],
-    group_size: int = 1,
-    step: int = 0,
-    on_dispatch: OnDispatch | None = None,
-    **sampling: Any,
+    self, prompts: Sequence[Prompt], group_size: int, step: int, on_dispatch: OnDispatch | None = None, **sampling: Any
   ) -> Rollout:
     """Returns a rollout, see `rollout.sampler.Sampler`; the data have one completion a prompt."""
     if self.from_data(step):
@@ -77,12 +73,7 @@ class SamplerWithDemonstrations:
   max_tokens: int
 
   def __call__(
-    self,
-    prompts: Sequence[Prompt],
-    group_size: int = 1,
-    step: int = 0,
-    on_dispatch: OnDispatch | None = None,
-    **sampling: Any,
+    self, prompts: Sequence[Prompt], group_size: int, step: int, on_dispatch: OnDispatch | None = None, **sampling: Any
   ) -> Rollout:
     """Returns a rollout, see `rollout.sampler.Sampler`; a group of one is sampled."""
     if group_size == 1:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import collections
-import collections.abc
 import itertools
 import typing
 import urllib.parse
@@ -21,7 +20,7 @@ from jaxpost.errors import InputError, did_you_mean, refuse
 from jaxpost.losses import advantages
 
 if typing.TYPE_CHECKING:
-  from collections.abc import Collection, Sequence
+  from collections.abc import Callable, Collection, Sequence
 
   from jaxpost.data.row_views import Chain
   from jaxpost.data.sources import Rows
@@ -134,7 +133,7 @@ def _environment(name: str, options: dict[str, str], environments: Collection[st
 
 def tools_by_row(
   tools: dict[str, list[dict]], sources: Sequence[dict], rows: Rows | Chain
-) -> collections.abc.Callable[[int], list[dict]]:
+) -> Callable[[int], list[dict]]:
   """Returns a function of the number of a row: JSON schemas of the tools that its prompt shows.
 
   Args:

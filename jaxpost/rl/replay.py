@@ -18,7 +18,6 @@ from jaxpost.rl import batching, merging
 from jaxpost.rl.grading import GradedRollout, Grader, PendingRollout, Round
 from jaxpost.rl.reward_metrics import reward_table, verdict_table
 from jaxpost.rollout import rollout_codec
-from jaxpost.rollout.rollout_codec import arrays_of
 from jaxpost.types import Prompt, Rollout
 
 
@@ -97,7 +96,7 @@ def _most_certain(rollout: Rollout, members: np.ndarray) -> Rollout:
     return (x[:, : rollout.lengths[n]] if x.ndim > 1 and x.shape[1] == width else x).copy()
 
   prompt = rollout.prompts[n // rollout.group_size]
-  arrays = {name: cut(x) for name, x in arrays_of(rollout).items()}
+  arrays = {name: cut(x) for name, x in rollout_codec.arrays_of(rollout).items()}
   arrays |= {'replayed': np.ones(1, bool), 'versions': cut(batching.token_versions(rollout))}
   return Rollout(
     prompts=(Prompt(prompt.index, np.asarray(prompt.tokens, np.int32), '', {}),), step=rollout.step, **arrays
@@ -106,7 +105,7 @@ def _most_certain(rollout: Rollout, members: np.ndarray) -> Rollout:
 
 def _replace_last(rollout: Rollout, replayed: Mapping[int, Rollout]) -> Rollout:
   """Returns the rollout with the last sample of each group of `replayed` replaced by the stored one."""
-  arrays = {name: x.copy() for name, x in arrays_of(rollout).items()}
+  arrays = {name: x.copy() for name, x in rollout_codec.arrays_of(rollout).items()}
   arrays['replayed'] = np.zeros(len(rollout.lengths), bool)
   arrays['versions'] = batching.token_versions(rollout).copy()
   group_size = rollout.group_size

@@ -32,11 +32,8 @@ from jaxpost.rl.grading import Grader, PendingRollout
 if typing.TYPE_CHECKING:  # for annotations only: the objects are passed in
   from jaxpost.monitor.timeline import Timeline
   from jaxpost.roles import Roles
-  from jaxpost.rollout.engine import Engine
+  from jaxpost.rollout.engine import Engine, OnDispatch
   from jaxpost.types import Prompt, Rollout
-
-# Called with the number of blocks of a rollout dispatched so far, before each block; may load newer weights.
-OnDispatch = Callable[[int], None]
 
 
 class RolloutSampler(typing.Protocol):

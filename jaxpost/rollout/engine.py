@@ -17,6 +17,11 @@ if TYPE_CHECKING:
   from jaxpost.types import Prompt, Rollout
 
 
+# Called before each block with the number of blocks dispatched so far; it may `load` newer weights (in-flight weight
+# update). Cache entries that older weights have computed stay as they are.
+OnDispatch = Callable[[int], None]
+
+
 class Engine(Protocol):
   """Samples completions from weights that the trainer loads into it.
 
@@ -74,7 +79,7 @@ class Engine(Protocol):
     prefill_rows: int | None = None,
     on_tokens: Callable | None = None,
     reuse_cache: bool = True,
-    on_dispatch: Callable[[int], None] | None = None,
+    on_dispatch: OnDispatch | None = None,
   ) -> dict:
     """Serves requests with continuous batching, until no more come.
 
@@ -92,8 +97,7 @@ class Engine(Protocol):
       on_tokens: called with (request, token ids that a block drew for it) after each block, before `next_requests`.
       reuse_cache: a request that begins with a finished sequence continues from its cache entries; False prefills it
         from its beginning.
-      on_dispatch: called before each block with the number of blocks dispatched so far; it may `load` newer weights
-        (in-flight weight update). Cache entries that older weights have computed stay as they are.
+      on_dispatch: see `OnDispatch`.
 
     Returns:
       Metrics of the call, such as those of `Scheduler.figures`.
@@ -113,12 +117,12 @@ class Engine(Protocol):
     run_key: Any,
     step: int,
     sampling: dict | None = None,
-    on_dispatch: Callable[[int], None] | None = None,
+    on_dispatch: OnDispatch | None = None,
   ) -> Rollout:
     """Samples `group_size` completions of each prompt, of one turn each; there may be fewer slots.
 
     Args:
       run_key: key data, [2] uint32; with step, prompt index and sample index it decides every draw.
       sampling: fields of `Sampling` that differ from the config, as scalars.
-      on_dispatch: as in `serve`.
+      on_dispatch: see `OnDispatch`.
     """

@@ -9,7 +9,6 @@ Legend: S slots, N prompts, P prompt tokens, C completion tokens, K kv heads.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
   from jaxpost.models.model import Model
   from jaxpost.models.shared_weights import SharedWeights
   from jaxpost.programs.generate import Block, DecodeState, Prefilled
+  from jaxpost.rollout.engine import OnDispatch
   from jaxpost.rollout.page_table import PageCopy, PageTable
   from jaxpost.rollout.sequence import ActiveSequence
 
@@ -286,7 +286,7 @@ class NativeEngine:
     table = None
     if self.config.page_size:
       table = np.full((self.buckets.page_copies(len(copies)), 3), -1, np.int32)
-      table[: len(copies)] = np.array([dataclasses.astuple(copy) for copy in copies]).reshape(-1, 3)
+      table[: len(copies)] = np.array(copies).reshape(-1, 3)
     return Entry(source, index, sample, jax.tree.map(lambda *x: np.stack(x), *samplings), table)
 
   def check(self, request: Request) -> None:
@@ -311,7 +311,7 @@ class NativeEngine:
     prefill_rows: int | None = None,
     on_tokens: OnTokens | None = None,
     reuse_cache: bool = True,
-    on_dispatch: Callable[[int], None] | None = None,
+    on_dispatch: OnDispatch | None = None,
   ) -> dict:
     """Serves requests with continuous batching, until no more come; see `engine.Engine.serve`."""
     return self._scheduler(
@@ -333,7 +333,7 @@ class NativeEngine:
     run_key: Any,
     step: int,
     sampling: dict | None = None,
-    on_dispatch: Callable[[int], None] | None = None,
+    on_dispatch: OnDispatch | None = None,
   ) -> Rollout:
     """Samples `group_size` completions of each prompt, of one turn each; see `engine.Engine.__call__`."""
     max_length = max(len(p.tokens) for p in prompts)

@@ -5,14 +5,13 @@ is not full, and takes more pages as it grows. Page 0 is reserved: free slots wr
 """
 
 import collections
-import dataclasses
 from collections.abc import Callable, Hashable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 
-@dataclasses.dataclass
-class PageCopy:
+class PageCopy(NamedTuple):
   """Copies entries of a prefilled prompt into a page.
 
   row: row of the `generate.Prefilled`. place: the source is the entries [place * size, (place + 1) * size) of that row.

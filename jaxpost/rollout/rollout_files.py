@@ -115,12 +115,7 @@ class RecordedSampler:
       load(self.folder / f'{step}.npz')
 
   def __call__(
-    self,
-    prompts: Sequence[Prompt],
-    group_size: int = 1,
-    step: int = 0,
-    on_dispatch: Callable[[int], None] | None = None,
-    **sampling: Any,
+    self, prompts: Sequence[Prompt], group_size: int, step: int, on_dispatch: Any = None, **sampling: Any
   ) -> Rollout:
     """Returns the recorded rollout of a step; InputError unless it has as many prompts and completions."""
     del on_dispatch  # nothing is sampled

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from jaxpost.rollout.sequence import Completion
 from jaxpost.types import Prompt, Rollout
 
 if typing.TYPE_CHECKING:  # a run that never samples imports no engine
-  from jaxpost.rollout.engine import Engine
+  from jaxpost.rollout.engine import Engine, OnDispatch
   from jaxpost.rollout.sampler_config import SamplerConfig
 
 
@@ -77,17 +77,11 @@ class Sampler:
   run_key: np.ndarray  # [2] uint32
 
   def __call__(
-    self,
-    prompts: Sequence[Prompt],
-    group_size: int = 1,
-    step: int = 0,
-    on_dispatch: Callable[[int], None] | None = None,
-    **sampling,
+    self, prompts: Sequence[Prompt], group_size: int, step: int = 0, on_dispatch: OnDispatch | None = None, **sampling
   ) -> Rollout:
     """Samples `group_size` completions of each prompt.
 
     Args:
-      on_dispatch: called before each block, see `engine.Engine.serve`.
       sampling: fields of `Sampling` that differ from the config.
 
     Returns:

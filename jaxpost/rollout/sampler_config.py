@@ -127,15 +127,10 @@ def check(cfg: ModelConfig, config: SamplerConfig, shards: int = 1) -> None:
     check_ids(vars(config)[name], vocab_size, f'config.rollout.{name}')
 
 
-_INT = 2**31 - 1
 _RANGES = {
   'temperature': (0, 1e4),
-  'top_p': (0, 1),
-  'min_p': (0, 1),
-  'top_k': (0, _INT),
-  'min_tokens': (0, _INT),
-  'seed': (0, _INT),
-  'top_logprobs': (0, _INT),
+  **dict.fromkeys(('top_p', 'min_p'), (0, 1)),
+  **dict.fromkeys(('top_k', 'min_tokens', 'seed', 'top_logprobs'), (0, 2**31 - 1)),
 }
 
 

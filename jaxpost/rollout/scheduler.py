@@ -30,6 +30,7 @@ from jaxpost.rollout.sequence import ActiveSequence, Completion, Request
 
 if TYPE_CHECKING:
   from jaxpost.programs.generate import Block
+  from jaxpost.rollout.engine import OnDispatch
   from jaxpost.rollout.native import NativeEngine
   from jaxpost.rollout.page_table import PageCopy
   from jaxpost.rollout.prefix_cache import CachedPrefix
@@ -65,7 +66,7 @@ class Scheduler:
   prefill_rows: int | None
   on_tokens: OnTokens | None = None
   reuse_cache: bool = True
-  on_dispatch: Callable[[int], None] | None = None
+  on_dispatch: OnDispatch | None = None
 
   def __post_init__(self) -> None:
     self.queue: collections.deque[ActiveSequence] = collections.deque()
