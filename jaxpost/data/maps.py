@@ -16,15 +16,9 @@ Row = dict[str, Any]
 
 _ROLES = {
   'system': 'system',
-  'human': 'user',
-  'user': 'user',
-  'gpt': 'assistant',
-  'assistant': 'assistant',
-  'chatgpt': 'assistant',
-  'model': 'assistant',
-  'tool': 'tool',
-  'observation': 'tool',
-  'function_response': 'tool',
+  **dict.fromkeys(('human', 'user'), 'user'),
+  **dict.fromkeys(('gpt', 'assistant', 'chatgpt', 'model'), 'assistant'),
+  **dict.fromkeys(('tool', 'observation', 'function_response'), 'tool'),
   'function_call': 'assistant',
 }
 _CALCULATOR = re.compile('<<[^<>]*>>')

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -86,14 +86,6 @@ def check_length(text: str, where: str, limit: int | None) -> None:
     raise InputError(f'{where}: {len(text)} characters are more than {limit}; shorten it')
 
 
-class _EncodedPrompt(NamedTuple):
-  """The prompt of a row, with its tokens and the row's other columns."""
-
-  tokens: np.ndarray  # [P] int32
-  prompt: str | list[dict]
-  columns: dict[str, Any]  # the row's other columns
-
-
 class Chooser(Protocol):
   """Decides which rows are drawn: `rl.curriculum.Curriculum`."""
 
@@ -148,7 +140,7 @@ class PromptStream:
     self._tools = tools
     self._sources = sources
     self.skipped = 0
-    self._prompts: list[_EncodedPrompt] | None = None  # all that fit, by number; None while streaming
+    self._prompts: list[types.Prompt] | None = None  # all that fit, by number; None while streaming
     self._num_prompts, sizes = len(rows), rows.sizes
     if not rows.streaming:
       self._prompts, sizes = self._read_all()
@@ -165,7 +157,7 @@ class PromptStream:
       **loader.identity_of_mixture(sizes, rows.weights),
     }
 
-  def _read_all(self) -> tuple[list[_EncodedPrompt], tuple[int, ...]]:
+  def _read_all(self) -> tuple[list[types.Prompt], tuple[int, ...]]:
     """Returns the prompts that fit, and how many there are of each source."""
     rows = self._rows
     prompts = []
@@ -189,8 +181,8 @@ class PromptStream:
       )
     return prompts, tuple(sizes)
 
-  def _read(self, n: int) -> _EncodedPrompt | None:
-    """Encodes the prompt of a row; None if a map has dropped the row."""
+  def _read(self, n: int) -> types.Prompt | None:
+    """Encodes the prompt of a row, as yet without its index and source; None if a map has dropped the row."""
     row, where = self._rows[n], self._rows.where(n)
     if row is None:
       return None
@@ -203,7 +195,7 @@ class PromptStream:
         )
       row_with_tools = {**row, 'tools': tools}
     tokens = encode_prompt(self._tokenizer, prompt, row_with_tools, where)
-    return _EncodedPrompt(tokens, prompt, {k: v for k, v in row.items() if k != 'prompt'})
+    return types.Prompt(-1, tokens, prompt, {k: v for k, v in row.items() if k != 'prompt'})
 
   @property
   def lengths(self) -> list[int]:
@@ -255,7 +247,7 @@ class PromptStream:
     if encoded is None or len(encoded.tokens) > self._max_length:
       return None
     source = self._sources[bisect.bisect_right(self._stops, number)] if self._sources else {}
-    return types.Prompt(index=index, source=source, **encoded._asdict())
+    return encoded.replace(index=index, source=source)
 
   def row(self, index: int) -> int:
     """Returns the number of the row at a global index, counted among the rows that are kept."""

@@ -57,15 +57,9 @@ NAMES = ', '.join(FORMATS)
 PATTERNS = tuple(f'*{suffix}{end}' for suffix, f in FORMATS.items() for end in ('', '.gz')[: 1 + f.gzip])
 _METADATA = ('dataset_info.json', 'dataset_infos.json', 'dataset_dict.json', 'state.json')
 _SPLIT_WORDS = {
-  'train': 'train',
-  'training': 'train',
-  'test': 'test',
-  'testing': 'test',
-  'validation': 'validation',
-  'valid': 'validation',
-  'val': 'validation',
-  'dev': 'validation',
-  'eval': 'validation',
+  **dict.fromkeys(('train', 'training'), 'train'),
+  **dict.fromkeys(('test', 'testing'), 'test'),
+  **dict.fromkeys(('validation', 'valid', 'val', 'dev', 'eval'), 'validation'),
 }
 
 
