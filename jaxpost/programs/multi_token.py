@@ -22,34 +22,26 @@ if TYPE_CHECKING:
   from jaxpost.types import Batch
 
 
-def hidden(
-  params: dict,
-  states: jax.Array,
-  tokens: jax.Array,
-  positions: jax.Array,
-  segment_ids: jax.Array,
-  cfg: ModelConfig,
-  compute: Compute,
-  layout: Any,
-) -> jax.Array:
+def hidden(params: dict, batch: Batch, states: jax.Array, cfg: ModelConfig, compute: Compute, layout: Any) -> jax.Array:
   """Returns hidden states [B, T, D], from which the head computes the logits of the token after the next one.
 
   Those of the last token of a document have no meaning, as its next token belongs to another document; no other
   position attends to them.
 
   Args:
-    states: [B, T, D], of `transformer.forward` for these rows.
+    states: [B, T, D], of `transformer.forward` for the rows of the batch.
   """
   layer = {name: x for name, x in params[MTP].items() if name not in multi_token.OUTSIDE}
   outside = {name: params[MTP][name][0] for name in multi_token.OUTSIDE}
-  x = transformer.embed(params, jnp.roll(tokens, -1, axis=1), cfg, compute, layout)
+  x = transformer.embed(params, jnp.roll(batch.tokens, -1, axis=1), cfg, compute, layout)
   embeddings = layers.rms_norm(x, outside['embed_norm'], cfg)
   states = layers.rms_norm(states, outside['hidden_norm'], cfg).astype(x.dtype)
   both = jnp.concatenate([embeddings, states], axis=-1)
   x = layers.project('btd,dm->btm', both, outside, 'in', compute, layout=layout)
   decoder = dict(layers=layer, norm=outside['norm'])
   options = dict(compute=compute, constrain=layout, inputs=x)
-  return transformer.forward(decoder, tokens, positions, segment_ids, multi_token.one_layer(cfg), **options)
+  rows = batch.tokens, batch.positions, batch.segment_ids
+  return transformer.forward(decoder, *rows, multi_token.one_layer(cfg), **options)
 
 
 def loss(
@@ -64,8 +56,7 @@ def loss(
     states: [B, T, D], hidden states of the model.
   """
   assert model.head, 'a scalar head predicts no tokens'
-  rows = batch.tokens, batch.positions, batch.segment_ids
-  mtp_states = hidden(params, states, *rows, cfg=model.config, compute=head.compute, layout=head.layout)
+  mtp_states = hidden(params, batch, states, model.config, head.compute, layout=head.layout)
   labels, positions, weights = (jnp.roll(x, -2, axis=1) for x in (batch.tokens, batch.positions, batch.loss_weights))
   # Positions restart in each document, so they are not consecutive across documents or where the row wraps around.
   weights = jnp.where(positions == batch.positions + 2, weights, 0)
