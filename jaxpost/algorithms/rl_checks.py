@@ -1,4 +1,4 @@
-"""Checks of the features and estimators of `config.rl` that are off by default, one function for each.
+"""Checks of the estimators and features of `config.rl` that are off by default.
 
 `rl_fields.py` calls `check_estimator` or `check_features` if one of them is on, and makes all other checks itself.
 """
@@ -12,35 +12,12 @@ from jaxpost.losses import advantages, importance
 
 def check_estimator(config: Config) -> None:
   """Raises InputError if an estimator `config.rl.advantage` other than GRPO's cannot work with the other fields."""
-  check_pass_at_k(config)
-  check_rewards_of_estimator(config)
-  check_turns(config)
-
-
-def check_features(config: Config) -> None:
-  """Raises InputError for an optional feature that does not go with the other fields."""
-  check_kl_target(config)
-  check_sampling_mask(config)
-  check_expert(config)
-  check_replay(config)
-  check_quantized_sampler(config)
-  check_covariance(config)
-  check_dynamic_sampling(config)
-
-
-def check_pass_at_k(config: Config) -> None:
-  """Refuses groups that are too small to have two subsets of k samples."""
   rl, size = config.rl, config.rollout.group_size
   refuse(
     rl.advantage == 'pass_at_k' and rl.pass_k >= size,
     f'config.rl.pass_k: no two subsets of {rl.pass_k} can be compared in a group of {size}; '
     'lower it, or raise config.rollout.group_size',
   )
-
-
-def check_rewards_of_estimator(config: Config) -> None:
-  """Refuses a KL in rewards that must be 0 or 1, or that are compared one by one."""
-  rl = config.rl
   estimator = advantages.ESTIMATORS[rl.advantage]
   kl_in_reward = rl.kl_in == 'reward' and rl.kl_coef > 0
   refuse(
@@ -53,15 +30,21 @@ def check_rewards_of_estimator(config: Config) -> None:
     f'config.rl.advantage: {rl.advantage!r} needs each reward by itself: without a KL in the reward '
     '(use rl.kl_in=loss), and graded anew under train_on_rollouts (set config.reward)',
   )
-
-
-def check_turns(config: Config) -> None:
-  """Refuses an estimator that compares turns where a completion has only one."""
-  rl = config.rl
   refuse(
-    'sampled' in advantages.ESTIMATORS[rl.advantage].takes and not _from_environment_or_file(config),
+    'sampled' in estimator.takes and not _from_environment_or_file(config),
     f'config.rl.advantage: {rl.advantage!r} compares the turns of an environment; set config.environment',
   )
+
+
+def check_features(config: Config) -> None:
+  """Raises InputError for an optional feature that does not go with the other fields."""
+  check_kl_target(config)
+  check_sampling_mask(config)
+  check_expert(config)
+  check_replay(config)
+  check_quantized_sampler(config)
+  check_covariance(config)
+  check_dynamic_sampling(config)
 
 
 def check_kl_target(config: Config) -> None:
