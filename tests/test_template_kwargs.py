@@ -13,7 +13,7 @@ from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.environments import openai_format, turns
 from jaxpost.errors import InputError
 from jaxpost.stage import config as config_lib
-from jaxpost.stage import prepare, records, schema, weight_sources
+from jaxpost.stage import prepare, records, reward_models, schema, weight_sources
 from jaxpost.tools import chosen_template, completions, inference
 from launch import config_flag
 
@@ -202,7 +202,7 @@ def test_run_or_adapter_as_model_path_brings_its_tokenizer(tmp_path, monkeypatch
   ):
     assert weight_sources.saved_tokenizer_path(schema.ModelSection(**section)) == path
   of_run = records.Source(config_, checkpoints=tmp_path / 'run' / 'checkpoints' / 'sft')
-  monkeypatch.setattr('jaxpost.stage.weight_sources.own_tokenizer_path', lambda source: 'other')
+  monkeypatch.setattr('jaxpost.stage.weight_sources.own_tokenizer', lambda source: ('other', '', {}))
   loaded = {'bytes': tokenizer_lib.load('bytes'), 'other': types.SimpleNamespace(encode=lambda text: [1])}
   monkeypatch.setattr(tokenizer_lib, 'load', lambda path, *options: loaded[path])
   (config,) = config_lib.parse(tiny.run_config('run')).values()
@@ -213,9 +213,56 @@ def test_run_or_adapter_as_model_path_brings_its_tokenizer(tmp_path, monkeypatch
 def test_a_tokenizer_of_the_weights_that_is_gone_is_not_replaced_by_bytes(tmp_path, monkeypatch):
   """A config that names another tokenizer does not need the one that is gone."""
   of_run = records.Source(tiny.config(vocab_size=512), checkpoints=tmp_path / 'run' / 'checkpoints' / 'sft')
-  monkeypatch.setattr('jaxpost.stage.weight_sources.own_tokenizer_path', lambda source: str(tmp_path / 'gone'))
+  monkeypatch.setattr('jaxpost.stage.weight_sources.own_tokenizer', lambda source: (str(tmp_path / 'gone'),))
   bytes_ = tokenizer_lib.load('bytes')
   (config,) = config_lib.parse(tiny.run_config('run')).values()
   weight_sources.check_tokenizer(config, of_run, bytes_, 'named', {})
   with pytest.raises(InputError, match='gone'):
     weight_sources.check_tokenizer(config, of_run, bytes_, '', {})
+
+
+def warnings_of_templates(caplog):
+  return [r.getMessage() for r in caplog.records if r.getMessage().startswith('config.data.chat_template: ')]
+
+
+@pytest.mark.parametrize(
+  'data', [dict(chat_template='mistral'), dict(chat_template=TEMPLATE, template_kwargs=dict(effort='high'))]
+)
+def test_weights_of_a_run_with_another_chat_template_are_warned_of(tmp_path, caplog, data):
+  """A run that continues another one has the template of the tokenizer, which the model may never have seen."""
+  saved = tiny.run_config('', data=data)
+  (tmp_path / 'run').mkdir()
+  (tmp_path / 'run' / 'config.json').write_text(json.dumps(saved))
+  of_run = records.Source(tiny.config(vocab_size=512), checkpoints=tmp_path / 'run' / 'checkpoints' / 'sft')
+  bytes_, own = tokenizer_lib.load('bytes'), weight_sources.tokenizer_of(of_run, {})
+  assert own.render_chat([QUESTION]) == load('bytes', **data).render_chat([QUESTION])
+  over = dict(init_from='run', reward='reward_model', reward_model=dict(path='rm'))
+  (same,) = config_lib.parse(tiny.merged(saved, over)).values()
+  new = dataclasses.replace(same, data=dataclasses.replace(same.data, chat_template='', template_kwargs={}))
+  with caplog.at_level(logging.WARNING):
+    weight_sources.check_tokenizer(same, of_run, own, 'bytes', {})
+    reward_models.check_tokens(same, dict(reward_model=of_run, policy=of_run), own, {})
+    assert not caplog.records
+    weight_sources.check_tokenizer(new, of_run, bytes_, 'bytes', {})
+    reward_models.check_tokens(new, dict(reward_model=of_run, policy=of_run), bytes_, {})
+  assert [line.split()[1] for line in warnings_of_templates(caplog)] == ['run', 'rm']
+
+
+def test_a_stage_or_folder_with_another_chat_template_is_warned_of_unless_the_config_names_one(tmp_path, caplog):
+  path = tiny.folder(tmp_path / 'model', vocab_size=300)
+  load('bytes', chat_template='mistral').save(tmp_path / 'model')
+  blocks = dict(stages=('first', 'second'), first=dict(data=dict(chat_template='mistral')), second={})
+  random = dict(model=dict(path='', preset='tiny'))
+  explicit = dict(data=dict(chat_template='chatml'))
+  for over, expected in (
+    (dict(random, **blocks), ['first']),
+    (dict(random, **dict(blocks, second=explicit)), []),
+    (dict(random, init_from=path), [path]),
+    (dict(random, init_from=path, **explicit), []),
+    (dict(model=dict(path=path, tokenizer='')), []),
+  ):
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+      for stage in prepare.prepare_all(tiny.merged(tiny.run_config(''), over)):
+        stage.close()
+    assert [line.split()[1] for line in warnings_of_templates(caplog)] == expected, over

@@ -74,14 +74,13 @@ def check_fields(config: Any) -> dict[str, str]:
 
 
 def _start(spec: str, config: Any, algorithm: Any) -> EnvironmentPool:
-  rollout = config.rollout
   tools = config.tools
   pool = EnvironmentPool(
     spec,
     workers=tools.workers or _default_workers(config, algorithm),
     timeout_s=tools.timeout_s,
     env_vars=tools.env_vars,
-    max_characters=max(rollout.max_prompt_length, tools.max_result_tokens) * _CHARACTERS,
+    max_characters=max(config.rollout.max_prompt_length, tools.max_result_tokens) * _CHARACTERS,
   )
   has_rewards = pool.gives_reward or pool.gives_turn_rewards or config.rewards_tuple() or config.train_on_rollouts
   problem, processes = '', coordination.process_count()
@@ -104,10 +103,7 @@ def _start(spec: str, config: Any, algorithm: Any) -> EnvironmentPool:
 def _default_workers(config: Any, algorithm: Any) -> int:
   """Returns how many processes to start on this host: one per episode in flight, up to a limit."""
   rollout = config.rollout
-  if algorithm.on_policy:
-    episodes = rollout.prompts * rollout.group_size
-  else:
-    episodes = config.eval.size * config.eval.samples
+  episodes = rollout.prompts * rollout.group_size if algorithm.on_policy else config.eval.size * config.eval.samples
   in_flight = min(episodes, rollout.slots or episodes, _MAX_WORKERS)
   return max(1, in_flight // coordination.process_count())
 

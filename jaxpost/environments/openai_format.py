@@ -243,8 +243,7 @@ def check_supported(body: dict, is_chat: bool, scorer: Any) -> None:
     hint = f'did you mean {near[0]}?' if near else 'leave it out'
     raise InputError(f'{unknown[0][:100]}: there is no such parameter; {hint}')
   for name, harmless in _UNSUPPORTED.items():
-    if body.get(name) is not None and body[name] not in harmless:
-      raise InputError(f'{name}: is not supported here; leave it out')
+    refuse(body.get(name) is not None and body[name] not in harmless, f'{name}: is not supported here; leave it out')
   for name, kind in (('stream', bool), ('echo', bool), ('stream_options', dict)):
     if not isinstance(body.get(name), (kind, type(None))):
       raise InputError(f'{name}: {messages_lib.shown(body[name])} is not {_KINDS[kind]}')
@@ -256,8 +255,7 @@ def _check_echo(body: dict, is_chat: bool, scorer: Any) -> None:
   refuse(is_chat, 'echo: chats have none; /v1/completions has')
   if body.get('logprobs') is None:
     return
-  if scorer is None:
-    raise InputError('echo: this server has no log-probs of prompts; leave out logprobs')
+  refuse(scorer is None, 'echo: this server has no log-probs of prompts; leave out logprobs')
   count = body['logprobs']
   if not isinstance(count, bool) and not 0 <= number(body, 'logprobs', int, 0) <= scorer.top:
     raise InputError(f'logprobs: {count} is not from 0 to {scorer.top}')
@@ -332,6 +330,5 @@ def response(
 
 def nothing_drawn(request: Request) -> Completion:
   """Returns the completion of a request for no tokens."""
-  empty = np.zeros(0, np.float32)
-  ids = empty.astype(np.int32)
+  ids, empty = np.zeros(0, np.int32), np.zeros(0, np.float32)
   return Completion(request, ids, empty, empty, False, versions=ids, top_ids=ids[:, None], top_logprobs=empty[:, None])

@@ -44,8 +44,7 @@ def local_folder(text: str, key: str) -> epath.Path:
   folder = epath.Path(text).expanduser()
   if not folder.exists():
     hint = did_you_mean(str(folder), [str(other) for other in folder.parent.glob('*')])
-    on_hub = hub.parse(text)
-    if not on_hub:
+    if not (on_hub := hub.parse(text)):
       raise InputError(f'{key}: {text} does not exist; {hint}name a folder, a run or org/name of the hub')
     repo, revision, file = on_hub
     try:

@@ -40,8 +40,7 @@ def digest(examples: Iterable[Example | None]) -> str:
   for example in examples:
     total.update(b'|')
     for name in _FIELDS if example is not None else ():
-      array = vars(example)[name]
-      if array is not None:
+      if (array := vars(example)[name]) is not None:
         total.update(f'{name}{array.dtype}{len(array)}'.encode())
         total.update(np.ascontiguousarray(array).tobytes())
   return total.hexdigest()

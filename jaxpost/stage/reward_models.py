@@ -62,8 +62,7 @@ def check_uses(config: Config, algorithm: Algorithm) -> None:
 def find(config: Config, find_source: Callable[[str, str], Source]) -> Source:
   """Finds the weights of the reward model by `find_source`, (text, config field) -> Source."""
   key, path = 'config.reward_model.path', config.reward_model.path
-  if not path:
-    raise InputError(f'{key}: is empty, and config.reward asks for a reward model; name a folder, RUN or stage:NAME')
+  refuse(not path, f'{key}: is empty, and config.reward asks for a reward model; name a folder, RUN or stage:NAME')
   source = find_source(path, key)
   if not source.config.num_labels:
     hint = ''
@@ -100,6 +99,8 @@ def check_tokens(
           f'{key}: {path} reads other tokens than the policy: the id of {token!r} is {role_ids.get(token)} there and '
           f'{policy_ids.get(token)} here; choose one that was trained with the tokenizer {tokenizer.source}'
         )
+    if role_tokenizer:
+      weight_sources.warn_of_other_chats(path, role_tokenizer, tokenizer)
 
 
 def scores(rollout: Rollout, roles: Roles, *, max_sequences: int, shape: RowShape) -> np.ndarray:

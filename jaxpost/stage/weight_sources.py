@@ -45,8 +45,7 @@ def find(text: str, key: str, earlier: Mapping[str, Source], text_only: bool = F
   """
   if text.startswith(_STAGE):
     name = text[len(_STAGE) :]
-    if name not in earlier:
-      raise InputError(f'{key}: {text!r} is no stage before this one; there is {", ".join(earlier) or "none"}')
+    refuse(name not in earlier, f'{key}: {text!r} is no stage before this one; there is {", ".join(earlier) or "none"}')
     return earlier[name]
   object_store.check(text, key)
   path, step = manifest.split_run(text)
@@ -56,8 +55,7 @@ def find(text: str, key: str, earlier: Mapping[str, Source], text_only: bool = F
   from jaxpost.formats import peft
   from jaxpost.stage import model_folders
 
-  base = peft.base_of(local)
-  if base is not None:
+  if (base := peft.base_of(local)) is not None:
     return with_adapter(text, find(base, f'{key}: base of {text}', earlier, text_only))
   folder, config = model_folders.open_folder(text, key, text_only)
   is_local = epath.Path(text).expanduser().exists()
@@ -119,12 +117,8 @@ def record(source: Source, workdir: epath.PathLike | None, seed: int) -> dict:
     seed=seed if source.seed is None else source.seed,
     name=source.name,
     base=source.base and record(source.base, workdir, seed),
-    fingerprint=_fingerprint(source, workdir, seed),
+    fingerprint=seals.fingerprint(identity(source, workdir, seed, here=False)),
   )
-
-
-def _fingerprint(source: Source, workdir, seed) -> str:
-  return seals.fingerprint(identity(source, workdir, seed, here=False))
 
 
 def recall(saved: dict | None, checkpoints: epath.Path) -> Source | None:
@@ -151,7 +145,7 @@ def recall(saved: dict | None, checkpoints: epath.Path) -> Source | None:
   )
   path = folder or base_checkpoints
   is_gone = path and not epath.Path(path).exists()
-  if is_gone or _fingerprint(source, None, 0) != saved['fingerprint']:
+  if is_gone or seals.fingerprint(identity(source, None, 0, here=False)) != saved['fingerprint']:
     raise InputError(
       f'{path}: is gone or has changed, and {checkpoints} holds only the parameters that were trained on top of these '
       'weights; restore them'
@@ -174,44 +168,58 @@ def tokenizer_of(source: Source, earlier: Mapping[str, Tokenizer]) -> Tokenizer 
   """
   if source.stage:
     return earlier[source.stage]
-  path = own_tokenizer_path(source)
-  return tokenizer_lib.load(path) if path else None
+  return tokenizer_lib.load(*own) if (own := own_tokenizer(source)) else None
 
 
-def own_tokenizer_path(source: Source) -> str:
-  """Returns where the tokenizer of the weights of a folder or another run is; '' if it is not recorded."""
+def own_tokenizer(source: Source) -> tuple:
+  """Returns arguments of `tokenizer.load` for the weights of a folder or another run; () if they are not recorded."""
   if source.checkpoints is not None:
     run, stage = source.checkpoints.parent.parent, source.checkpoints.name
-    return saved_tokenizer_path(config_lib.parse_saved(run / 'config.json')[stage].model)
-  return str(source.folder) if source.folder and (source.folder / 'tokenizer.json').exists() else ''
+    config = config_lib.parse_saved(run / 'config.json')[stage]
+    return saved_tokenizer_path(config.model), config.data.chat_template, config.data.template_kwargs
+  return (str(source.folder),) if source.folder and (source.folder / 'tokenizer.json').exists() else ()
 
 
 def check_tokenizer(config: Config, policy: Source, tokenizer: Tokenizer, path: str, earlier: Mapping) -> None:
-  """Warns if the policy's weights were trained with another tokenizer, which may be meant: a new vocabulary.
+  """Warns if the policy's weights were trained with another tokenizer or chat template, which may be meant.
 
   Args:
     path: where `tokenizer` was read from; '' if the config names none, which is an InputError if the weights have one.
     earlier: {stage: its tokenizer} of the stages before this one.
   """
-  own_path = earlier[policy.stage].source if policy.stage else own_tokenizer_path(policy)
-  if own_path in ('', path or 'bytes'):
+  here = (path or 'bytes', config.data.chat_template, config.data.template_kwargs)
+  saved = own_tokenizer(policy)
+  if not policy.stage and saved in ((), here[:1], here):
     return
   try:
-    own = tokenizer_lib.load(own_path)
+    own = earlier[policy.stage] if policy.stage else tokenizer_lib.load(*saved)
   except InputError:  # it is gone since those weights were trained
-    if path:
+    if path or saved[0] == 'bytes':
       return
     raise
-  if own.encode(_PROBE) == tokenizer.encode(_PROBE):
-    return
   weights = policy.stage or config.init_from or config.lora.path or config.model.path
+  if own.encode(_PROBE) == tokenizer.encode(_PROBE):
+    if not any(here[1:]):  # a template and variables that are set are meant
+      warn_of_other_chats(weights, own, tokenizer)
+    return
   refuse(not path, f'config.model.tokenizer: is empty, and {weights} has a tokenizer of its own; name it')
   logging.warning(
     'config.model.tokenizer: %s encodes text differently than %s, the tokenizer of the weights, which read wrong '
     'tokens at first; name their own, unless the vocabulary is to be replaced',
     path,
-    own_path,
+    own.source,
   )
+
+
+def warn_of_other_chats(weights: str, own: Tokenizer, tokenizer: Tokenizer) -> None:
+  """Warns if `own`, with which the weights were trained, renders a chat differently than `tokenizer`."""
+  chat = [dict(role=role, content=_PROBE) for role in ('user', 'assistant', 'user')]
+  if len({t.render_chat(chat, generation_prompt=True)[0] for t in (own, tokenizer) if t.chat_template}) > 1:
+    logging.warning(
+      'config.data.chat_template: %s was trained with another one, or other template_kwargs, so chats have a form here '
+      'that it has not learned; set both as in its training',
+      weights,
+    )
 
 
 def identity(source: Source, workdir: epath.PathLike | None, seed: int, here: bool = True) -> list:

@@ -66,8 +66,7 @@ def load_config(path: str | os.PathLike) -> dict:
     raise InputError(f'--config: {path}: {error.strerror}') from None
   except yaml.YAMLError as error:
     raise InputError(f'--config: {" ".join(str(error).split())}') from None
-  if not isinstance(fields, dict):
-    raise InputError(f'--config: {path}: holds no fields; write `algorithm: sft`, and so on')
+  refuse(not isinstance(fields, dict), f'--config: {path}: holds no fields; write `algorithm: sft`, and so on')
   return merge(defaults(), _plain(fields))
 
 
