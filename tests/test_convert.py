@@ -720,8 +720,8 @@ TUNIX_ROLLOUTS = {'rollout.max_prompt_length': 64, 'rollout.temperature': 0.9, '
       {'rl.kl_cov': 0.0002, 'rl.kl_cov_coef': 0.1, 'rl.kl_coef': 0.0},
     ),
     ('verl', {'actor.policy_loss.loss_mode': 'clip_cov'}, {'rl.clip_cov': 0.0002, 'rl.kl_cov': 0.0}),
-    ('trl', {'use_peft': True}, {'lora.rank': 16, 'lora.alpha': 32, 'lora.dropout': 0.05}),
-    ('trl', {'use_peft': True, 'lora_r': 8, 'lora_alpha': 8}, {'lora.rank': 8, 'lora.alpha': 8, 'lora.dropout': 0.05}),
+    ('trl', {'use_peft': True}, {'lora.rank': 16, 'lora.alpha': 32, 'lora.dropout': 0.0}),
+    ('trl', {'use_peft': True, 'lora_r': 8, 'lora_alpha': 8}, {'lora.rank': 8, 'lora.alpha': 8, 'lora.dropout': 0.0}),
     ('trl', {'learning_rate': 1e-5}, {'lora.rank': 0, 'reference.every': 0}),
     ('trl', {'beta': 0.04}, {'rl.kl_coef': 0.04, 'rl.kl_weighted': True}),
     ('trl', {'beta': 0.04, 'use_bias_correction_kl': False}, {'rl.kl_coef': 0.04, 'rl.kl_weighted': False}),
@@ -743,6 +743,16 @@ def test_enabled_feature_gets_the_defaults_of_the_library(library, given, wanted
   assert {field: operator.attrgetter(field)(stage) for field in wanted} == wanted
 
 
+def test_dropout_of_adapters_is_left_out_where_a_run_would_refuse_it():
+  """TRL's default is 0.05 in all methods, and here a method that samples takes none."""
+  for given in ({}, {'lora_dropout': 0.1}):
+    config, settings, _ = converted_defaults.convert_with_defaults('trl', {'use_peft': True, **given}, 'grpo')
+    assert 'dropout' not in config['lora']
+    assert all('without dropout' in s.reason for s in settings if s.name == 'lora_dropout')
+    config, _, _ = converted_defaults.convert_with_defaults('trl', {'use_peft': True, **given}, 'sft')
+    assert config['lora']['dropout'] == given.get('lora_dropout', 0.05)
+
+
 # Switch -> settings without which jaxpost refuses it.
 NEEDED = {
   'kl_ctrl.type': {'use_kl_in_reward': True, 'kl_ctrl.kl_coef': 0.001},
@@ -755,6 +765,7 @@ def test_every_library_default_is_mapped_to_a_field(library):
   for kind, table in converted_defaults.DEFAULTS[library].items():
     switch, _, enabled = kind.rpartition('=')
     method = 'grpo' if switch or kind in ('every', 'RL') else kind
+    method = 'sft' if switch == 'use_peft' else method  # which takes dropout
     switches = {switch: enabled, **NEEDED.get(switch, {})} if switch else {}
     _, settings = convert.convert(library, table | switches, method)
     settings = [s for s in settings if s.name not in switches]

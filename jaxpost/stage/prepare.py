@@ -116,6 +116,10 @@ def resolve(config: Config) -> tuple[Algorithm, Config]:
   algorithm = load_algorithm(config.algorithm)
   config = config_lib.resolve(config, algorithm.defaults)
   algorithm.check(config)
+  refuse(
+    algorithm.on_policy and config.lora.dropout > 0,
+    'config.lora.dropout: an on-policy method must train the model that sampled, without dropout; set it to 0',
+  )
   return algorithm, config
 
 
@@ -160,10 +164,6 @@ def make_data(
 def make_model(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> Model:
   """Builds the decoder `cfg` with the heads and adapters that the stage trains."""
   adapter = config.lora
-  refuse(
-    algorithm.on_policy and adapter.dropout > 0,
-    'config.lora.dropout: an on-policy method must train the model that sampled, without dropout; set it to 0',
-  )
   spec = ()
   if adapter.path:
     spec = cfg.lora  # `find_weights` has read it from the adapter's folder
