@@ -244,7 +244,7 @@ class Credit:
 
   arrays: dict[str, np.ndarray]  # name -> [N, C] float32
   mask: np.ndarray  # [N, C] float32
-  metrics: dict
+  metrics: dict = dataclasses.field(default_factory=dict)
   memory: dict = dataclasses.field(default_factory=dict)
 
 

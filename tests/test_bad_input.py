@@ -275,7 +275,7 @@ FIELDS = {
     "needs_more .*rewards.py.*needs the column 'gold', the data from .* on has: .*answ",
   ),
   'init_from no run': ('sft', dict(init_from='.'), 'config.init_from: . is neither the folder of a run'),
-  'init_from no step': ('sft', dict(init_from='.@x'), "config.init_from: 'x' in '.@x' is not a step"),
+  'init_from no step': ('sft', dict(init_from='.@x'), "config.init_from: 'x' in '.@x' is not a step; name a number"),
 }
 
 

@@ -100,7 +100,7 @@ def test_a_credit_that_the_objective_cannot_read_is_refused(tmp_path, result, wo
 def test_a_credit_of_whole_completions_trains(model, tmp_path, result):
   """An array [N, 1] holds one value per completion, and the tokens that the mask leaves out may have any value."""
   file = tmp_path / 'mine.py'
-  file.write_text(OWN.replace('RESULT', f'jaxpost.Credit({{"advantages": {result}}}, mask, {{}})'))
+  file.write_text(OWN.replace('RESULT', f'jaxpost.Credit({{"advantages": {result}}}, mask)'))
   (row,) = run(tiny.grpo_config(model, algorithm=str(file), train=dict(steps=1)), tmp_path / 'run')
   assert row['grad_norm'] > 0 and row['skipped_updates'] == 0
 

@@ -94,7 +94,7 @@ def with_adapter(path: str, source: Source, rank: int = 0) -> Source:
 def find_run(text: str, key: str) -> tuple[epath.Path, int | None]:
   """Parses RUN[@step] into (folder of the checkpoints of its last stage, step or None)."""
   run_folder, step = manifest.split_run(text)
-  refuse(bool(step) and not step.isdigit(), f'{key}: {step!r} in {text!r} is not a step')
+  refuse(bool(step) and not step.isdigit(), f'{key}: {step!r} in {text!r} is not a step; name a number, as in RUN@100')
   root = epath.Path(run_folder).expanduser()
   refuse(not (root / 'config.json').exists(), f'{key}: {run_folder} is not the folder of a run (it has no config.json)')
   folders = [root / 'checkpoints' / name for name in config_lib.parse_saved(root / 'config.json')]
