@@ -35,7 +35,7 @@ def trained_adapters(tmp_path_factory):
   base = tiny.folder(root / 'base', num_layers=2)
   tokenizer.load('bytes').save(base)
   runs = {
-    'one': dict(lora=dict(rank=2), optim=dict(lr=3e-2)),
+    'one': dict(lora=dict(rank=2), optim=dict(lr=3e-2), data=dict(chat_template='mistral')),
     'two': dict(lora=dict(rank=3, targets='q|v'), seed=1, optim=dict(lr=3e-2)),
     'judge': dict(
       algorithm='reward_model',
@@ -221,6 +221,8 @@ def test_sample_and_export_commands_take_adapters(trained_adapters, tmp_path):
   ours, theirs = (inference.from_folder(f) for f in (tmp_path / 'merged', pathlib.Path(adapters['one']).parent))
   for a, b in zip(*(jax.tree.leaves(w.params) for w in (ours, theirs))):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+  template = ours.inputs.tokenizer.chat_template  # of the run, not of the base
+  assert template == theirs.inputs.tokenizer.chat_template != tokenizer.load(base).chat_template
 
 
 # -------------------------------------------- a sampler on the base of the policy

@@ -188,11 +188,14 @@ def test_template_whose_turns_end_without_a_stop_token_is_warned_of(end, warned,
 
 
 def test_run_or_adapter_as_model_path_brings_its_tokenizer(tmp_path, monkeypatch):
-  """An adapter takes the tokenizer of its base; a run as `model.path` must not fall back to the byte tokenizer."""
+  """An adapter without a tokenizer takes that of its base; a run as `model.path` must not fall back to bytes."""
   config_ = tiny.config(vocab_size=512)
   base = records.Source(config_, folder=tmp_path / 'base')
   adapter = records.Source(config_, folder=tmp_path / 'adapter', base=base)
   assert adapter.tokenizer_path(schema.ModelSection(path='x')) == str(tmp_path / 'base')
+  assert adapter.tokenizer_path(schema.ModelSection(path='x', tokenizer='y')) == 'y'
+  load('bytes').save(adapter.folder)
+  assert adapter.tokenizer_path(schema.ModelSection(path='x')) == str(adapter.folder)
   assert adapter.tokenizer_path(schema.ModelSection(path='x', tokenizer='y')) == 'y'
   missing = str(tmp_path / 'gone')
   for section, path in (
@@ -219,6 +222,18 @@ def test_a_tokenizer_of_the_weights_that_is_gone_is_not_replaced_by_bytes(tmp_pa
   weight_sources.check_tokenizer(config, of_run, bytes_, 'named', {})
   with pytest.raises(InputError, match='gone'):
     weight_sources.check_tokenizer(config, of_run, bytes_, '', {})
+
+
+def test_a_template_file_of_the_weights_that_is_gone_ends_no_run(tmp_path):
+  """The file may also be relative to the folder where the other run was started."""
+  saved = tiny.run_config('', data=dict(chat_template='./gone.jinja', template_kwargs=dict(effort='high')))
+  (tmp_path / 'run').mkdir()
+  (tmp_path / 'run' / 'config.json').write_text(json.dumps(saved))
+  of_run = records.Source(tiny.config(vocab_size=512), checkpoints=tmp_path / 'run' / 'checkpoints' / 'sft')
+  own = weight_sources.tokenizer_of(of_run, {})
+  assert own.source == 'bytes'
+  (config,) = config_lib.parse(tiny.run_config('run')).values()
+  weight_sources.check_tokenizer(config, of_run, own, '', {})
 
 
 def warnings_of_templates(caplog):

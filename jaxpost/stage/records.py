@@ -72,9 +72,11 @@ class Source:
   def tokenizer_path(self, section: ModelSection) -> str:
     """Returns where the tokenizer is read from; '' if the config names none, which means the tokenizer 'bytes'.
 
-    An adapter has the tokenizer of its base model.
+    An adapter without a tokenizer has that of its base model.
     """
-    return section.tokenizer or str((self.base or self).folder or '')
+    if self.base and not (self.folder and (self.folder / 'tokenizer.json').exists()):
+      return self.base.tokenizer_path(section)
+    return section.tokenizer or str(self.folder or '')
 
 
 @dataclasses.dataclass(frozen=True)

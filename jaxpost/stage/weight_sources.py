@@ -176,7 +176,10 @@ def own_tokenizer(source: Source) -> tuple:
   if source.checkpoints is not None:
     run, stage = source.checkpoints.parent.parent, source.checkpoints.name
     config = config_lib.parse_saved(run / 'config.json')[stage]
-    return saved_tokenizer_path(config.model), config.data.chat_template, config.data.template_kwargs
+    template = config.data.chat_template
+    if template.endswith('.jinja') and not epath.Path(template).expanduser().exists():  # or relative to another folder
+      return (saved_tokenizer_path(config.model),)
+    return saved_tokenizer_path(config.model), template, config.data.template_kwargs
   return (str(source.folder),) if source.folder and (source.folder / 'tokenizer.json').exists() else ()
 
 
