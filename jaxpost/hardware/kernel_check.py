@@ -213,13 +213,14 @@ def _normal_numbers() -> Callable[..., jax.Array]:
 def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str, float]:
   """Returns the errors of a kernel: {'out': of the result, 'q', 'k', 'v' and perhaps 'sinks': of their gradients}.
 
+  The kernels for single tokens have no gradients; for the first window, `_token_errors` are added to their 'out'.
   An error is the largest difference from XLA in float32 over the largest value. Rows are packed; long rows are checked
   with fewer heads. The stripes of a row that is split are computed one after the other.
   """
   if name == DECODE:
     # The kernel splits the entries of a slot over thread blocks if slots are few; the case of many also has more held.
     found = dict(out=max(_decode_error(work, dtype, window, *sizes) for sizes in _DECODED))
-    if work.head_dim != work.value_dim:
+    if work.head_dim != work.value_dim or window != work.windows[0]:  # what follows has no window
       return found
     return found | {
       f'{array} of a token': x for normed in (False, True) for array, x in _token_errors(work, dtype, normed).items()
