@@ -93,8 +93,6 @@ def decode(
   positions = (filled + step)[:, None] + jnp.arange(rows.shape[1])
   tables = rope.tables(positions, positions + 1, cfg)
   ks, vs, experts, states = list(recent.k), list(recent.v), list(recent.experts), list(recent.states)
-  put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=step, axis=2)
-
   kernel = compute.decode_kernel and tokens.ndim == 1
   if kernel:
     from jaxpost.models import decode_triton
@@ -105,10 +103,10 @@ def decode(
   for i, (p, kind) in enumerate(zip(weights['layers'], cfg.layer_kinds)):
     p = p(x) if callable(p) else p
     place = cfg.place_in_cache(i)
-    table, recur = rope.pick(tables, kind.rope), None
-    in_kernel = kernel and decode_triton.rotates(cfg, table, constrain)
-    attend_layer = functools.partial(attend, layer=place, window=kind.window, p=p, table=table if in_kernel else None)
-    table, layer_cfg = (None, dataclasses.replace(cfg, qk_norm='')) if in_kernel else (table, cfg)
+    layer_cfg, table, in_kernel, recur = cfg, rope.pick(tables, kind.rope), None, None
+    if kernel and decode_triton.rotates(cfg, table, constrain):  # then the layer leaves its projections as they are
+      layer_cfg, table, in_kernel = dataclasses.replace(cfg, qk_norm=''), None, table
+    attend_layer = functools.partial(attend, layer=place, window=kind.window, p=p, table=in_kernel)
     if cfg.layer_stacks[i] in STATEFUL:
       from jaxpost.models import hybrid
 
@@ -117,7 +115,7 @@ def decode(
     x = constrain(x, 'batch', None, None)
     record = cfg.place_of_experts(i)
     if experts and routing and record is not None:
-      experts[record] = put(experts[record], routing.chosen[:, None].astype(experts[record].dtype))
+      experts[record] = _put(experts[record], routing.chosen[:, None].astype(experts[record].dtype), step)
   x = layers.rms_norm(x, weights['norm'], cfg)
   return Cache(tuple(ks), tuple(vs), experts=tuple(experts), states=tuple(states)), x.reshape(*tokens.shape, -1)
 
@@ -140,9 +138,7 @@ def _attend(
     q, ks[layer], vs[layer] = decode_triton.rotate_and_write(q, k, v, *entries, p=p, table=table, cfg=cfg)
   else:
     for recent_entries, new in zip((ks, vs), cache_entries):
-      entry = to_cache_type(new.swapaxes(1, 2), compute)
-      put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=step, axis=2)
-      recent_entries[layer] = jax.tree.map(put, recent_entries[layer], entry)
+      recent_entries[layer] = _put(recent_entries[layer], to_cache_type(new.swapaxes(1, 2), compute), step)
   cached, recent = layer_entries(cache, layer, step), [ks[layer], *vs[layer : layer + 1]]
   options['sinks'] = p.get('sinks')
   if 'kv_a' in p:
@@ -152,6 +148,11 @@ def _attend(
   elif kernel:
     return decode_triton.cached_attention(q, cached, recent, layout=layout, **options), None
   return cached_attention(q, cached, recent, compute=compute, **options), None
+
+
+def _put(entries: Any, new: Any, step: int | jax.Array) -> Any:
+  """Returns entries [S, K, T, h] with those of one step, or of several that begin there."""
+  return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, step, axis=2), entries, new)
 
 
 def to_cache_type(x: jax.Array, compute: Compute) -> Any:
