@@ -333,19 +333,17 @@ def test_adapter_that_mixes_matrices_in_one_tensor_is_refused(phi, tmp_path):
 
 
 @pytest.mark.parametrize('targets', ['q', 'q|o', 'gate'])
-def test_adapter_of_some_of_the_matrices_in_one_tensor_is_not_written(tmp_path, caplog, targets):
+def test_adapter_of_some_of_the_matrices_in_one_tensor_is_not_written(caplog, targets):
   """`peft` has one adapter for q, k and v of Phi-3 together."""
   model = model_lib.build(tiny.config(lora=(2, 4.0, False, targets), **FUSED))
-  peft.writer(model, params_of(model), 'base')(tmp_path / 'adapter')
-  assert not (tmp_path / 'adapter').exists()
+  assert peft.writer(model, params_of(model), 'base') is None
   assert 'matrices in one tensor; for `peft`, all need adapters' in caplog.text
 
 
-def test_adapter_without_a_named_base_is_not_written(tmp_path, caplog):
+def test_adapter_without_a_named_base_is_not_written(caplog):
   """`peft` could not load the base by name if its weights were drawn at random."""
   model = model_lib.build(tiny.config(lora=(2, 4.0, False, 'q')))
-  peft.writer(model, {}, '')(tmp_path / 'adapter')
-  assert not (tmp_path / 'adapter').exists() and 'its base model has no name' in caplog.text
+  assert peft.writer(model, {}, '') is None and 'its base model has no name' in caplog.text
 
 
 def test_sampled_weights_are_not_rounded_to_the_type_of_the_base():

@@ -215,27 +215,23 @@ def _check_columns(folder: epath.Path, places: dict[str, Stored], tensors: dict)
 # -------------------------------------------------------------------- writing
 
 
-def writer(model: Model, params: dict, base: str) -> Callable:
-  """Returns a function that writes the folder of a model's adapter, or nothing where `peft` could not use it.
+def writer(model: Model, params: dict, base: str) -> Callable | None:
+  """Returns a function that writes the folder of a model's adapter; None, with a warning, if `peft` could not use it.
 
   Every process calls this, which is a collective; one writes.
 
   Args:
-    base: name or folder of the adapter's base model; '' writes nothing and warns.
+    base: name or folder of the adapter's base model, or ''.
   """
-
-  def write_nothing(folder: epath.PathLike) -> None:
-    del folder
-
   # The merged folder is complete without an adapter folder, so a reason not to write one is only a warning.
   if not base:
     logging.warning('no adapter/ is written: its base model has no name, or more than the adapter was trained')
-    return write_nothing
+    return None
   try:
     places = peft_layout.layout(model)
   except InputError as e:
     logging.warning('no adapter/ is written: %s', e)
-    return write_nothing
+    return None
   _warn_lost(model, places)
   tensors = dict(hf_export.export_tensors(places, params, np.dtype(np.float32)))
   config = _config(model, places, base)

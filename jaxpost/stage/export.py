@@ -81,8 +81,7 @@ def export(inputs: Inputs, folder: epath.PathLike, params: dict) -> None:
     save(path)
     if save_adapter:
       save_adapter(path / 'adapter')
-      if (path / 'adapter').exists():
-        save(path / 'adapter')  # the adapter may have been trained with another chat template than its base
+      save(path / 'adapter')  # the adapter may have been trained with another chat template than its base
 
   with origin or contextlib.nullcontext():
     hf_export.save(
