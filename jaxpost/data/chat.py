@@ -2,9 +2,9 @@
 
 Legend: T tokens of one document. `where` names a row in errors, e.g. 'train.jsonl:12'.
 
-A chat is rendered to text once. The trained spans of the text come from the {% generation %} markers of the template,
-or from rendering it again with one turn replaced. Prompt and completion are encoded separately, so that a prompt has
-the same tokens as in sampling.
+A chat is rendered to text once. Its trained spans are those that the {% generation %} markers of the template enclose,
+or are found by rendering it again with one turn replaced. Prompt and completion are encoded separately, so that a
+prompt has the same tokens as in sampling.
 """
 
 from __future__ import annotations

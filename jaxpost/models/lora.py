@@ -188,7 +188,7 @@ class Adapted:
   def change(self, spec: str, x: jax.Array, dtype: str) -> jax.Array:
     """Computes scale (dropout(x) A) B in float32."""
     x_axes, w_axes, out_axes = spec.replace('->', ',').split(',')
-    # With the letter z for the rank: A is [inputs, z], x A is [xa_axes] and B is [z, outputs].
+    # A is [inputs, z], x A is [xa_axes] and B is [z, outputs], where the letter z stands for the rank.
     inputs = ''.join(c for c in w_axes if c in x_axes)
     outputs = ''.join(c for c in w_axes if c in out_axes)
     xa_axes = ''.join(c for c in x_axes if c not in w_axes) + 'z'
