@@ -4,9 +4,9 @@ python -m launch.train --config=configs/glm_moe_gsm8k.py --workdir=runs/glm_moe
 python -m launch.plan --fits --model=glm4_5_air --devices=8xH100,v5e-8
 
 SFT learns the worked answers; GRPO, from the model after it, is rewarded for the right '#### 42'.
-Meant for eight accelerators of 80 GB, on which LoRA fits by arithmetic (the second command, for SFT). Compiled for
-eight H100, all programs fit but the one that moves the weights to the sampler, which takes 17 GiB too much. Not
-measured yet. The metric is pass@1 of the greedy answers (split `eval`). No published figure is known for this recipe.
+Meant for eight accelerators of 80 GB, on which LoRA fits by arithmetic (the second command, for SFT). All programs
+fit when they are compiled for eight H100. Not measured yet. The metric is pass@1 of the greedy answers (split `eval`).
+No published figure is known for this recipe.
 `:model=NAME` is a hub id or a folder: another GLM whose model_type is glm4_moe.
 `:runlocal` (no network): SFT of a tiny random model on sums; its held-out loss goes from 5.75 to 4.21 in 30 steps.
 """

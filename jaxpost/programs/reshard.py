@@ -6,6 +6,7 @@ parameter outside the layers that has the sampler's type and sharding already is
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,7 +18,7 @@ import numpy as np
 from jaxpost.distributed.transfer import relabelled
 from jaxpost.matmul import on_bits
 from jaxpost.models.layers import FUSED, FUSED_AXIS
-from jaxpost.models.parameters import MTP, STACKS, in_float32, narrow, nest, unstack_layers
+from jaxpost.models.parameters import ADAPTER_ROOT, MTP, STACKS, in_float32, narrow, nest, unstack_layers
 from jaxpost.programs.compile import Ledger, Program
 
 if TYPE_CHECKING:
@@ -43,12 +44,12 @@ class Reshard:
   no copy share the parameters' buffers, so they have to be freed before an update donates these.
 
   Args:
-    most: limit of the bytes of the layers that a program makes, on all devices together; it makes at least one layer.
+    most: limit of the bytes of the layers that a call copies, on all devices together; it copies at least one layer.
     share_buffers: False if weights are still in use when an update donates the parameters; nothing is shared then.
 
   Attributes:
     shared_bytes: bytes of the weights that shared buffers in the last call.
-    layers, group: numbers of all layers, and of those that one call of a program makes.
+    groups: {name of a stack: range of the first layers of its groups}; a custom model has no stacks.
   """
 
   def __init__(
@@ -66,56 +67,57 @@ class Reshard:
     self._table, self._shardings = nest(model.table), model.shardings(layout)
     # Concatenating matrices that are split over `tensor` would move their parts between devices.
     self._fused = _fusable(model.table) if layout.mesh.shape['tensor'] == 1 else {}
-    self._unused = (MTP,) if model.mtp else ()  # by samplers
-    outside = {name: p for name, p in self._table.items() if name not in (*STACKS, *self._unused)}
+    outside = {name: p for name, p in self._table.items() if name not in (*STACKS, MTP)}  # samplers do not use MTP
     self._sources = {name: WeightSource(name, p) for name, p in outside.items()}
     # XLA:CPU converts a whole tied bfloat16 table to float32 to look up a few rows.
     if compute.platform == 'cpu' and model.config.tie_embeddings and compute.dtype == 'bfloat16':
       self._sources['embed'] = WeightSource('embed', None)
       self._sources['head'] = WeightSource('embed', model.table['embed'])
       self._shardings['head'] = self._shardings['embed']
-    self._stacks = [s for s in STACKS if s in self._table]
-    shardings, nbytes = _layers_of(model, layout, compute, self._fused)
-    self._order = model.config.layer_stacks
-    self.layers = len(shardings)
-    # One program makes every group, so a model whose layers differ is a single group.
-    self.group = self.layers if len(self._stacks) > 1 else group_of(self.layers, most, nbytes)
+    self.groups, self._copy_group, self._order = {}, {}, model.config.layer_stacks
+    for name, layers in collections.Counter(self._order).items():
+      shardings, nbytes = _layer_of(self._table[name], layout, compute, self._fused)
+      self.groups[name] = calls = range(0, layers, group_of(layers, most, nbytes))
+      fn, out = functools.partial(self._cast_group, name), [self._store(shardings)] * calls.step
+      self._copy_group[name] = Program('reshard', fn, ledger, out, calls_per_step=len(calls))
     self._copy_outside = Program('reshard', self._cast, ledger, lambda out: {k: self._shardings[k] for k in out})
     self._start = jax.ShapeDtypeStruct((), np.int32, sharding=layout.sharding())  # the first layer of a group
-    calls = self.layers // max(1, self.group)
-    group_shardings = [self._store(layer) for layer in shardings[: self.group]]
-    self._copy_group = Program('reshard', self._cast_layers, ledger, group_shardings, calls_per_step=calls)
 
   def __call__(self, params: dict) -> dict:
-    shared, to_copy, stacked = self._split(params)
+    shared, to_copy = self._outside(params)
     self.shared_bytes = sum(x.nbytes for x in shared.values())
     weights = shared | (self._copy_outside(to_copy) if to_copy else {})
-    if self.layers:
-      weights['layers'] = []
-      for start in range(0, self.layers, self.group):
-        weights['layers'] += self._copy_group(stacked, self._layout.put(np.int32(start)))
-    return weights
+    return weights | self._layers(params, lambda copy, stack, i: copy(stack, self._layout.put(np.int32(i))))
 
   def compile(self, params: dict) -> None:
     """Compiles the programs for parameters or their `jax.ShapeDtypeStruct`s."""
-    _, to_copy, stacked = self._split(params)
+    _, to_copy = self._outside(params)
     if to_copy:
       self._copy_outside.compile(to_copy)
-    if self.layers:
-      self._copy_group.compile(stacked, self._start)
+    for name, copy in self._copy_group.items():
+      copy.compile(_of_stack(params, name), self._start)
 
   def outputs(self, params: dict) -> dict:
     """Returns the weights as `jax.ShapeDtypeStruct`s."""
-    weights, to_copy, stacked = self._split(params)
+    weights, to_copy = self._outside(params)
     weights |= self._copy_outside.outputs(to_copy) if to_copy else {}
-    if self.layers:
-      weights['layers'] = self._copy_group.outputs(stacked, self._start) * (self.layers // self.group)
-    return weights
+    return weights | self._layers(params, lambda copy, stack, _: copy.outputs(stack, self._start))
 
-  def _split(self, params) -> tuple[dict, dict, dict]:
-    """Returns (weights that share a parameter's buffers, {name of a weight: parameter to copy}, stacks of layers)."""
-    if not self.layers:
-      return {}, params, {}
+  def _layers(self, params, copies) -> dict:
+    """Returns {'layers': the weights of all layers}; `copies` gets (program, stack, start), and returns a group's."""
+
+    def of_stack(name):
+      stack = _of_stack(params, name)
+      for start in self.groups[name]:
+        yield from copies(self._copy_group[name], stack, start)
+
+    stacks = {name: of_stack(name) for name in self.groups}
+    return {'layers': [next(stacks[name]) for name in self._order]} if stacks else {}
+
+  def _outside(self, params) -> tuple[dict, dict]:
+    """Returns (weights outside the layers that share a parameter's buffers, {name of a weight: parameter to copy})."""
+    if not self.groups:
+      return {}, params
     shared, to_copy = {}, {}
     for name, (parameter, cast) in self._sources.items():
       x = params[parameter]
@@ -125,42 +127,40 @@ class Reshard:
         shared[name] = relabelled(x, self._shardings[name])
       else:
         to_copy[name] = x
-    outside_layers = {*self._unused, *(source.parameter for source in self._sources.values())}
-    return shared, to_copy, {k: x for k, x in params.items() if k not in outside_layers}
+    return shared, to_copy
 
   def _cast(self, params):
     """Casts the parameters outside the layer stacks; those of a custom model are all outside."""
-    if not self.layers:
+    if not self.groups:
       return jax.tree.map(lambda x, p: narrow(x, p, self._compute), self._merged(params), self._table)
     # Without a copy, jit would return the parameter itself.
     copies = {name: (jnp.copy(x), self._sources[name].cast) for name, x in params.items()}
     return {name: x if row is None else narrow(x, row, self._compute) for name, (x, row) in copies.items()}
 
-  def _cast_layers(self, stacked, start):
-    """Returns the weights of `group` layers from layer `start` on."""
-    if self.group < self.layers:
-      cut = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=self.group)
+  def _cast_group(self, name, stacked, start):
+    """Returns the weights of a group of layers of a stack, from its layer `start` on."""
+    group = self.groups[name]
+    if len(group) > 1:
+      cut = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=group.step)
       stacked = jax.tree.map(functools.partial(on_bits, cut), stacked)
-    merged = self._merged(stacked)
-    cast = {
-      name: jax.tree.map(lambda x, p: narrow(x, p, self._compute), merged[name], self._table[name])
-      for name in self._stacks
-    }
-    return [self._store(_fuse(p, self._fused)) for p in unstack_layers(cast, self._order[: self.group])['layers']]
+    cast = jax.tree.map(lambda x, p: narrow(x, p, self._compute), self._merged(stacked)[name], self._table[name])
+    return [self._store(_fuse(p, self._fused)) for p in unstack_layers({name: cast}, [name] * group.step)['layers']]
 
   def _merged(self, params):
     """Merges adapters: in float32 if the model computes in it, because a sum in bfloat16 would not be the trainer's."""
     return self._merge(in_float32(params) if self._compute.dtype == 'float32' else params)
 
 
-def _layers_of(model: Model, layout: Layout, compute: Compute, fused: dict) -> tuple[list[dict], int]:
-  """Returns (shardings of the fused weights of every layer, bytes of the largest layer on all devices)."""
-  shardings, largest, itemsize = {}, 0, jnp.dtype(compute.dtype).itemsize
-  for stack in STACKS:
-    rows = {path.split('/')[1]: p for path, p in model.table.items() if p.stacked and path.startswith(f'{stack}/')}
-    shardings[stack] = _fuse({name: layout.sharding(p.axes[1:], p.shape[1:]) for name, p in rows.items()}, fused)
-    largest = max(largest, sum(math.prod(p.shape[1:]) * (4 if p.exact else itemsize) for p in rows.values()))
-  return [shardings[stack] for stack in model.config.layer_stacks], largest
+def _of_stack(params: dict, name: str) -> dict:
+  """Returns the parameters of a stack and its adapters."""
+  return {name: params[name], ADAPTER_ROOT: {name: params.get(ADAPTER_ROOT, {}).get(name, {})}}
+
+
+def _layer_of(rows: dict[str, Param], layout: Layout, compute: Compute, fused: dict) -> tuple[dict, int]:
+  """Returns (shardings of the fused weights of a layer of a stack, its bytes on all devices)."""
+  itemsize = jnp.dtype(compute.dtype).itemsize
+  shardings = {name: layout.sharding(p.axes[1:], p.shape[1:]) for name, p in rows.items()}
+  return _fuse(shardings, fused), sum(math.prod(p.shape[1:]) * (4 if p.exact else itemsize) for p in rows.values())
 
 
 def _fusable(table: dict[str, Param]) -> dict[str, tuple[str, ...]]:
