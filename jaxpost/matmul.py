@@ -37,6 +37,7 @@ class Compute:
     forced: raise an error where it does not support something, instead of using another one.
     decode_kernel: decode by `models/decode_triton.py`; an engine clears it for models that this does not support.
     grouped_kernel: multiply groups of rows, of 16 bits, by a kernel, see `models.grouped.grouped`.
+    recurrence_kernel: compute recurrences over rows by `models/recurrence_triton.py`, where it supports them.
     rejected_shapes: `AttentionShape`s for which the attention kernel is wrong on this device; XLA computes those.
   """
 
@@ -56,6 +57,7 @@ class Compute:
   forced: bool = False
   decode_kernel: bool = False
   grouped_kernel: bool = False
+  recurrence_kernel: bool = False
   rejected_shapes: tuple = ()
 
   @property
@@ -104,6 +106,7 @@ def compute_for(
     ragged=platform == 'tpu',
     decode_kernel=attention == 'triton' and triton,
     grouped_kernel=triton and dtype in (('bfloat16',) if platform == 'tpu' else ('bfloat16', 'float16')),
+    recurrence_kernel=triton and platform == 'gpu' and dtype in ('bfloat16', 'float16'),
   )
 
 

@@ -52,6 +52,7 @@ OPTIONS = {
   'jaxpost.models.decode_triton': 'model.attention',
   'jaxpost.models.grouped_triton': 'model.path',
   'jaxpost.hardware.grouped_check': 'model.path',
+  'jaxpost.hardware.recurrence_check': 'model.path',
   'jaxpost.data.shared_rows': 'mesh.train',  # of several processes
   'jaxpost.distributed.channel': 'mesh.train',  # of several processes
   'jaxpost.distributed.cluster': 'mesh.train',  # of several processes
@@ -70,6 +71,8 @@ OPTIONS = {
   'jaxpost.models.mla': 'model.path',
   'jaxpost.models.moe': 'model.path',
   'jaxpost.models.recurrence': 'model.path',
+  'jaxpost.models.recurrence_chunk': 'model.path',
+  'jaxpost.models.recurrence_triton': 'model.path',
   'jaxpost.models.routing': 'model.path',
   'jaxpost.models.routing_replay': 'router.routing_replay',
   'jaxpost.models.sparse_attention': 'model.path',

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpost.hardware import chips, grouped_check, kernel_check, memory, probe
+from jaxpost.hardware import chips, grouped_check, kernel_check, memory, probe, recurrence_check
 from jaxpost.matmul import compute_for
 from jaxpost.models import attention_kernels, presets
 from jaxpost.stage import on_policy
@@ -75,6 +75,17 @@ def test_experts_agree_with_products_in_float32(accelerator, preset):
   adapters = (16, 32.0, False, 'experts/gate|experts/up|experts/down')
   for matrix in grouped_check.matrices(dataclasses.replace(presets.every()[preset], lora=adapters)):
     assert not grouped_check.trusted(grouped_check.GROUPED, matrix, compute.dtype), matrix
+
+
+@pytest.mark.parametrize('preset', [name for name in LARGE_PRESETS if presets.every()[name].state_shapes])
+def test_recurrences_agree_with_chunks_in_float32(accelerator, preset):
+  compute = compute_for(
+    accelerator.platform, probe.matmul_type()[0], 'none', triton=not chips.before_ampere(accelerator)
+  )
+  if not compute.recurrence_kernel:
+    pytest.skip(f'XLA computes recurrences on {accelerator.platform} in {compute.dtype}')
+  for heads in recurrence_check.heads(presets.every()[preset]):
+    assert not recurrence_check.trusted(recurrence_check.RECURRENCE, heads, compute.dtype), heads
 
 
 @pytest.mark.parametrize('preset', ['xs', 'tiny_moe'])

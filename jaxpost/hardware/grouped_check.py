@@ -8,9 +8,7 @@ Legend: N rows, E groups, D inputs, F outputs.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import logging
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -48,13 +46,7 @@ def verify(compute: Compute, models: Iterable[ModelConfig | CustomConfig], shard
     shards: numbers of devices that the matrices are split over.
   """
   checks = sorted({(GROUPED, matrix) for cfg in models for n in shards for matrix in matrices(cfg, n)})
-  faults = kernel_check.faults(checks, compute.dtype, trusted) if checks else []
-  wrong = [f'{matrix.inputs} x {matrix.outputs} {fault}' for (_, matrix), fault in zip(checks, faults) if fault]
-  if not wrong:
-    return compute
-  where = kernel_check.where_it_runs()
-  logging.warning('experts by %s are wrong on %s: %s; XLA computes all of them', GROUPED, where, '; '.join(wrong))
-  return dataclasses.replace(compute, grouped_kernel=False)
+  return kernel_check.without_wrong(compute, 'grouped_kernel', checks, trusted)
 
 
 def matrices(cfg: ModelConfig | CustomConfig, shards: int = 1) -> set[Matrix]:

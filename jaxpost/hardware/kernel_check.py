@@ -1,4 +1,5 @@
-"""Checks the results of attention kernels on this device, shape by shape; `grouped_check.py` checks that of experts.
+"""Checks the results of attention kernels on this device, shape by shape; `grouped_check.py` and
+`recurrence_check.py` check those of experts and of recurrences.
 
 The check runs before the programs of a run are compiled. XLA computes the shapes that a kernel gets wrong.
 `models/attention_kernels.py` has the kernels.
@@ -97,6 +98,24 @@ def faults(checks: Sequence[tuple[str, Any]], dtype: str, check: Callable[[str, 
   if not correct.keys() <= known.keys():
     probe.add_to_cache(path, correct)
   return [next(filter(None, of_processes), '') for of_processes in zip(*coordination.all_gather(found))]
+
+
+def without_wrong(
+  compute: Compute, kernel: str, checks: Sequence[tuple[str, Any]], check: Callable[[str, Any, str], str]
+) -> Compute:
+  """Returns `compute`, without a kernel that is wrong for a shape on any process.
+
+  Args:
+    kernel: the field of `compute` that selects it.
+    checks, check: as for `faults`.
+  """
+  found = zip(checks, faults(checks, compute.dtype, check) if checks else [])
+  wrong = [f'{" x ".join(map(str, shape))} {fault}' for (_, shape), fault in found if fault]
+  if not wrong:
+    return compute
+  name, where = checks[0][0], where_it_runs()
+  logging.warning('kernel %s is wrong on %s: %s; XLA computes all of them', name, where, '; '.join(wrong))
+  return dataclasses.replace(compute, **{kernel: False})
 
 
 def where_it_runs() -> str:
@@ -204,7 +223,7 @@ def _sizes(work: AttentionShape) -> tuple[int, int]:
   return rows, kv_heads if rows * kv_heads * size <= _LARGE else 1
 
 
-def _normal_numbers() -> Callable[..., jax.Array]:
+def normal_numbers() -> Callable[..., jax.Array]:
   """Returns draw(*shape, dtype='float32'), which draws other numbers at each call."""
   keys = iter(jax.random.split(jax.random.key(0), 10))
   return lambda *shape, dtype='float32': jax.random.normal(next(keys), shape).astype(dtype)
@@ -228,7 +247,7 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
   length, size, values = work.length, work.head_dim, work.value_dim
   rows, kv_heads = _sizes(work)
   heads = kv_heads * (work.heads // work.kv_heads)
-  draw = _normal_numbers()
+  draw = normal_numbers()
   inputs = [draw(rows, length, *shape, dtype=dtype) for shape in ((heads, size), (kv_heads, size), (kv_heads, values))]
   inputs += [draw(heads)] if work.sinks else []
   g = draw(rows, length, heads, values, dtype=dtype).astype(jnp.float32)
@@ -272,7 +291,7 @@ def _token_errors(work: AttentionShape, dtype: str, normed: bool) -> dict[str, f
   group = work.heads // work.kv_heads
   fields = dict(norm_eps=1e-6, norm_offset=0.5, rotary_dim=0, ropes=(Rope(),), qk_norm='head' if normed else '')
   cfg: Any = types.SimpleNamespace(**work._asdict(), **fields)
-  draw = _normal_numbers()
+  draw = normal_numbers()
   inputs = [draw(slots, 1, heads, size, dtype=dtype) for heads in (kv_heads * group, kv_heads, kv_heads)]
   recent = [draw(slots, kv_heads, block, size, dtype=dtype) for _ in ('keys', 'values')]
   angle = jnp.tile(draw(slots, 1, 1, size // 2), 2)
@@ -301,7 +320,7 @@ def _decode_error(work: AttentionShape, dtype: str, window: int, slots: int, hel
   filled = jnp.resize(jnp.array([0, 33, room // 2 + 1, room, 1, room - 1]), slots)
   kv_heads = min(work.kv_heads, _HEADS)
   heads = kv_heads * (work.heads // work.kv_heads)
-  draw, sizes = _normal_numbers(), (work.head_dim, work.value_dim)
+  draw, sizes = normal_numbers(), (work.head_dim, work.value_dim)
   q = draw(slots, 1, heads, work.head_dim, dtype=dtype)
   cache = [draw(held, kv_heads, room, size, dtype=dtype) for size in sizes]
   recent = [draw(slots, kv_heads, block, size, dtype=dtype) for size in sizes]

@@ -97,7 +97,7 @@ def mix(
   decay = jnp.exp(p['log_decay']) * jax.nn.softplus(a.astype(jnp.float32) + p['decay_bias'].reshape(a.shape[2:]))
   log_decay = -real[..., None] * (decay if cfg.gate_rank else decay[..., None])
   terms, runs = (q, k, v, log_decay, beta), convolution.runs_of(segment_ids)
-  out, state = recurrence.over_row(terms, runs, dtype=compute.dtype, corrected=True, state=state)
+  out, state = recurrence.over_row(terms, runs, compute=compute, layout=layout, corrected=True, state=state)
   eps = cfg.out_norm_eps or cfg.norm_eps
   out = out * jax.lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + eps) * p['out_norm']
   out = out * (jax.nn.sigmoid if cfg.gate_rank else jax.nn.silu)(z.astype(jnp.float32))

@@ -22,16 +22,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from jaxpost.matmul import einsum
+from jaxpost.models.recurrence_chunk import EXACT, Terms, across_chunk, within_chunk
 
-Terms = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]  # q, k, v, log_decay and beta, see `chunked`
+if TYPE_CHECKING:
+  from jaxpost.matmul import Compute
+
 CHUNK = 64  # tokens whose states are never materialized
 BLOCK = 1024  # tokens whose terms are in memory at a time
-_EXACT = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 def chunked(
@@ -96,45 +99,28 @@ def chunked(
   return out, state.reshape(rows, heads * groups, size, width)
 
 
-def _block(carry: tuple, terms: tuple, product: Callable, corrected: bool, chunk: int) -> tuple[tuple, jax.Array]:
+def _block(carry: tuple, inputs: tuple, product: Callable, corrected: bool, chunk: int) -> tuple[tuple, jax.Array]:
   """Computes a block of chunks: ((state, run) before it, terms of its tokens) -> ((state, run) after it, out)."""
-  (state, run_before), (q, k, v, log_decay, beta, runs) = carry, terms
-  rows, length, heads, size = k.shape
+  (state, run_before), (q, k, v, log_decay, beta, runs) = carry, inputs
+  rows, length, heads, _ = k.shape
   groups, width = v.shape[2] // heads, v.shape[3]
   last_run = runs[:, -1]
-  q, k = _chunks(q, chunk, heads, size), _chunks(k, chunk, heads, size)  # [B, N, K, C, d]
-  v = _chunks(v, chunk, heads, groups, width)  # [B, N, K, G, C, e]
-  log_decay = _chunks(log_decay, chunk, heads, groups, log_decay.shape[-1])  # [B, N, K, G, C, 1 or d]
-  beta = _chunks(beta[..., None], chunk, heads, groups, 1)  # [B, N, K, G, C, 1]
+  q, k = _chunks(q, chunk, heads), _chunks(k, chunk, heads)  # [B, N, K, C, d]
+  log_decay = log_decay[..., 0] if log_decay.shape[-1] == 1 else log_decay
+  v, log_decay, beta = (_chunks(x, chunk, heads, groups) for x in (v, log_decay, beta))  # [B, N, K, G, C, ...]
   runs = jnp.pad(runs, ((0, 0), (0, -length % chunk)), mode='edge').reshape(rows, -1, chunk)
+  runs_before = jnp.concatenate([run_before[:, None], runs[:, :-1, -1]], axis=1)
 
-  decayed_products = _decayed_products(k, log_decay, runs, product)
-  from_start, to_end = _to_borders(log_decay, runs, run_before)
-  # If corrected, the updates are u_chunk - w S, with the state S before the chunk: u_chunk = (I + A)^-1 (beta v) and
-  # w = (I + A)^-1 (beta decay k), with the decayed products A of beta k and earlier keys of the chunk.
-  u_chunk, w = beta * v, None
-  if corrected:
-    inverse = _inverse(jnp.tril(decayed_products(k) * beta, -1))
-    u_chunk = product('bnkgij,bnkgje->bnkgie', inverse, u_chunk)
-    w = product('bnkgij,bnkgjd->bnkgid', inverse, beta * from_start * k[:, :, :, None])
-  scores = decayed_products(q)
-  state, out = _over_chunks((q, k, u_chunk, w, scores, from_start, to_end), state, product)
+  within = functools.partial(within_chunk, product=product, exact=EXACT, corrected=corrected)
+  of_key_head = jax.vmap(within, (None, None, 0, 0, 0, None, None))
+  of_chunk = jax.vmap(of_key_head, (0, 0, 0, 0, 0, None, None))
+  terms = jax.vmap(jax.vmap(of_chunk))(q, k, v, log_decay, beta, runs, runs_before)
+  across = jax.vmap(functools.partial(across_chunk, product=product), (0, None, None, 0))
+  of_rows = jax.vmap(jax.vmap(across))
+  by_chunk = jax.tree.map(lambda x: x.swapaxes(0, 1), (q, k, terms))
+  state, out = jax.lax.scan(lambda state, x: of_rows(state, *x), state, by_chunk)
   out = jnp.transpose(out, (1, 0, 4, 2, 3, 5)).reshape(rows, -1, heads * groups, width)
   return (state, last_run), out[:, :length]
-
-
-def _over_chunks(terms: tuple, state: jax.Array, product: Callable) -> tuple[jax.Array, jax.Array]:
-  """Carries the state [B, K, G, d, e] through the chunks; returns it, and outputs [N, B, K, G, C, e]."""
-
-  def run_chunk(state, terms):
-    q, k, u, w, scores, from_start, to_end = terms
-    if w is not None:
-      u = u - product('bkgid,bkgde->bkgie', w, state)
-    out = product('bkgid,bkgde->bkgie', from_start * q[:, :, None], state) + product('bkgij,bkgje->bkgie', scores, u)
-    decay = from_start[..., -1, :, None]  # of the state over the whole chunk
-    return decay * state + product('bkgjd,bkgje->bkgde', to_end * k[:, :, None], u), out
-
-  return jax.lax.scan(run_chunk, state, jax.tree.map(lambda x: x.swapaxes(0, 1), terms))
 
 
 def step(
@@ -151,109 +137,25 @@ def step(
 
 
 def over_row(
-  terms: Terms, runs: jax.Array, *, dtype: str, corrected: bool, state: jax.Array | None
+  terms: Terms, runs: jax.Array, *, compute: Compute, layout: Callable, corrected: bool, state: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
   """Computes a recurrence over rows, or for one more token of sequences with a state; see `chunked`."""
-  if state is None or terms[0].shape[1] > 1:
-    return chunked(*terms, runs=runs, dtype=dtype, corrected=corrected, state=state)
-  q, k, v, log_decay, beta = (term[:, 0] for term in terms)
-  out, state = step(q, k, v, log_decay, beta, state=state, corrected=corrected)
-  return out[:, None], state
+  if state is not None and terms[0].shape[1] == 1:
+    q, k, v, log_decay, beta = (term[:, 0] for term in terms)
+    out, state = step(q, k, v, log_decay, beta, state=state, corrected=corrected)
+    return out[:, None], state
+  if compute.recurrence_kernel:
+    from jaxpost.models import recurrence_triton
+
+    _, k, v, log_decay, _ = terms
+    if recurrence_triton.supports(k.shape[3], v.shape[3], log_decay.shape[3]):
+      return recurrence_triton.over_mesh(terms, runs, state, layout, dtype=compute.dtype, corrected=corrected)
+  return chunked(*terms, runs=runs, dtype=compute.dtype, corrected=corrected, state=state)
 
 
-def _chunks(x: jax.Array, chunk: int, *shape: int) -> jax.Array:
-  """Splits time into chunks, padded with zeros: [B, T, H, d] -> float32 [B, N, K, C, d] or [B, N, K, G, C, d].
-
-  shape: the dimensions of the result without B, N and C: (K, d) or (K, G, d).
-  """
+def _chunks(x: jax.Array, chunk: int, *heads: int) -> jax.Array:
+  """Splits time into chunks, padded with zeros: [B, T, H, ...] -> float32 [B, N, *heads, C, ...]."""
   x = x.astype(jnp.float32)
-  x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % chunk), (0, 0), (0, 0)))
-  x = x.reshape(x.shape[0], -1, chunk, *shape)
-  return jnp.moveaxis(x, 2, x.ndim - 2)
-
-
-def _to_borders(log_decay: jax.Array, runs: jax.Array, run_before: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns the decays from before a chunk to each of its tokens, and from each token to the end of the chunk.
-
-  Both are [B, N, K, G, C, 1 or d], and 0 across the border of two runs. As in `_decayed_products`, the log of each is
-  summed directly. run_before: [B], the run before the first chunk.
-  """
-  runs_before = jnp.concatenate([run_before[:, None], runs[:, :-1, -1]], axis=1)
-  same = [(runs == x[..., None])[:, :, None, None, :, None] for x in (runs_before, runs[..., -1])]
-  later = jnp.pad(log_decay[..., 1:, :], ((0, 0),) * 4 + ((0, 1), (0, 0)))
-  sums = jnp.cumsum(log_decay, axis=4), jax.lax.cumsum(later, axis=4, reverse=True)
-  return jnp.exp(sums[0]) * same[0], jnp.exp(sums[1]) * same[1]
-
-
-def _decayed_products(k: jax.Array, log_decay: jax.Array, runs: jax.Array, product: Callable) -> Callable:
-  """Returns x [B, N, K, C, d] -> [B, N, K, G, C, C]: the products of x_i and k_j, decayed from token j to token i.
-
-  They are 0 unless j <= i are tokens of one run. The log of each decay is summed directly over
-  (j, i]. A difference of two cumulative sums would lose the bits of a slow decay after a fast
-  one, and overflow where the decay is split into factors.
-  """
-  chunk = runs.shape[-1]
-  causal = jnp.tril(jnp.ones((chunk, chunk), bool))
-  visible = (causal & (runs[..., :, None] == runs[..., None, :]))[:, :, None, None]
-  if log_decay.shape[-1] > 1:
-    return lambda x: jnp.where(visible, _by_channel(x, k, log_decay, product), 0)
-  # The log decay of (i, j) is the sum over tokens l with j < l <= i.
-  up_to_i = jnp.where(visible, log_decay.swapaxes(-1, -2), 0)
-  decay = jnp.where(visible, jnp.exp(_EXACT('...il,lj->...ij', up_to_i, jnp.tril(causal, -1).astype('f'))), 0)
-  return lambda x: product('bnkid,bnkjd->bnkij', x, k)[:, :, :, None] * decay
-
-
-def _by_channel(x: jax.Array, k: jax.Array, log_decay: jax.Array, product: Callable) -> jax.Array:
-  """Returns sum_c x_ic k_jc exp(sum of log_decay_c over (j, i]) for j <= i: [B, N, K, G, C, C].
-
-  Blocks double in size, as in `_inverse`: the decay between tokens of two neighboring blocks is that
-  from j to their border times that from the border to i, and neither exceeds 1.
-  """
-  index = jnp.arange(x.shape[-2])
-  x, k = x[:, :, :, None], k[:, :, :, None]
-
-  @functools.partial(jax.checkpoint, static_argnums=3)  # the factors, which have the size of x, are recomputed
-  def between(x, k, log_decay, size):
-    block = index // size
-    upper = (block % 2 == 1)[:, None]  # tokens i, in the second block of a pair; tokens j are in the first
-    # Between i or j and the border of the pair are the tokens l <= i of the second block, or l > j of the first.
-    order = jnp.where(upper, index <= index[:, None], index > index[:, None])
-    terms = order & (block[:, None] == block)
-    decay = jnp.exp(_EXACT('il,...ld->...id', terms.astype('f'), log_decay))
-    products = product('bnkgid,bnkgjd->bnkgij', x * decay, k * decay)
-    return jnp.where(upper & (block == block[:, None] - 1), products, 0)
-
-  out, size = jnp.sum(x * k, -1, keepdims=True) * jnp.eye(len(index)), 1
-  while size < len(index):
-    out = out + between(x, k, log_decay, size)
-    size *= 2
-  return out
-
-
-@jax.custom_vjp
-def _inverse(lower: jax.Array) -> jax.Array:
-  """Returns (I + A)^-1 of strictly lower triangular A [..., C, C], by doubling blocks, in float32.
-
-  It is as stable as substitution, which a series of powers of A is not if keys are similar.
-  """
-  index = jnp.arange(lower.shape[-1])
-  inverse, size = jnp.eye(len(index)), 1
-  while size < len(index):
-    # The off-diagonal block of each pair of neighboring diagonal blocks, whose inverses are known.
-    row, column = index[:, None] // size, index // size
-    block = jnp.where((row % 2 == 1) & (column == row - 1), lower, 0)
-    inverse = inverse - (block if size == 1 else _EXACT('...ij,...jk,...kl->...il', inverse, block, inverse))
-    size *= 2
-  return inverse
-
-
-def _inverse_forward(lower):
-  inverse = _inverse(lower)
-  return inverse, inverse
-
-
-def _inverse_backward(inverse, g):
-  return (-jnp.tril(_EXACT('...ji,...jk,...lk->...il', inverse, g, inverse), -1),)
-
-
-_inverse.defvjp(_inverse_forward, _inverse_backward)
+  x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % chunk), *((0, 0),) * (x.ndim - 2)))
+  x = x.reshape(x.shape[0], -1, chunk, *heads, *x.shape[3:])
+  return jnp.moveaxis(x, 2, 2 + len(heads))

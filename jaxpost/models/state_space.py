@@ -70,7 +70,7 @@ def mix(
   dt = real * jnp.maximum(jax.nn.softplus(dt.astype(jnp.float32) + p['step_bias']), cfg.step_min)
   log_decay = -dt * jnp.exp(p['log_decay'])
   terms, runs = (c, b, x, log_decay[..., None], dt), convolution.runs_of(segment_ids)
-  out, state = recurrence.over_row(terms, runs, dtype=compute.dtype, corrected=False, state=state)
+  out, state = recurrence.over_row(terms, runs, compute=compute, layout=layout, corrected=False, state=state)
   out = (out + p['skip'][:, None] * x) * jax.nn.silu(z.astype(jnp.float32))
   shape, out = out.shape, out.reshape(*out.shape[:2], cfg.key_heads, -1)
   out = out * jax.lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + cfg.norm_eps)

@@ -1,7 +1,7 @@
 """Costs of custom kernels, which XLA's cost analysis cannot see.
 
-Kernels of attention (`models/attention_kernels.py`) and of grouped products (`models/grouped.py`) are known. Others
-count as no FLOPs and one read of each argument.
+Kernels of attention (`models/attention_kernels.py`), of grouped products (`models/grouped.py`) and of recurrences
+(`models/recurrence.py`) are known. Others count as no FLOPs and one read of each argument.
 
 Legend: B rows, T tokens, H heads, h head size, hv that of values.
 """
@@ -18,6 +18,8 @@ _TRITON = {'forward': (1, 1), 'queries': (2, 1), 'keys': (2, 2)}
 _TRITON_NAME = re.compile(r'attention_(forward|queries|keys)_(\d+)')
 _DECODE_NAME = re.compile(r'decode_(\d+)')
 _GROUPED_NAME = re.compile(r'grouped_(rows|matrices)')
+_RECURRENCE_NAME = re.compile(r'recurrence_(forward|backward)')
+_RECURRENCE_CHUNK = 32  # tokens, see `models/recurrence_triton.py`
 _TRITON_TARGET = '__gpu$xla.gpu.triton'
 
 
@@ -35,6 +37,8 @@ def cost(op: hlo.Op, arguments: list[hlo.Array], filled: int = 0) -> tuple[float
       return 0.0, _entries_of_one_token(arguments)
     if match := _GROUPED_NAME.search(hlo.op_name(op)):
       return _rows_by_groups(op, arguments) if match[1] == 'rows' else _groups_of_rows(op, arguments)
+    if match := _RECURRENCE_NAME.search(hlo.op_name(op)):
+      return (3.0 if match[1] == 'backward' else 1.0) * _recurrence(arguments), 0.0
     match = _TRITON_NAME.search(hlo.op_name(op))
     return _causal(_TRITON[match[1]], int(match[2]), arguments) if match else (0.0, 0.0)
   if hlo.op_name(op).endswith('/ragged-dot-none'):
@@ -115,6 +119,14 @@ def _causal(products: tuple[int, int], window: int, arguments: list[hlo.Array]) 
   window = min(window or length, length)
   pairs = window * (window + 1) / 2 + (length - window) * window
   return 2.0 * rows * heads * pairs * (products[0] * size + products[1] * v.dims[-1]), 0.0
+
+
+def _recurrence(arguments: list[hlo.Array]) -> float:
+  """Returns the FLOPs of a recurrence over rows; the gradient computes all of it again, and two products for each."""
+  q, _, v = arguments[:3]
+  rows, length, heads, size = *v.dims[:3], q.dims[3]
+  of_chunk = _RECURRENCE_CHUNK * (4 * size + 2 * v.dims[3])  # a token with the others of its chunk
+  return rows * length * heads * (of_chunk + 6.0 * size * v.dims[3])
 
 
 def _decode(arguments: list[hlo.Array], window: int, filled: int) -> tuple[float, float]:

@@ -36,10 +36,14 @@ def verified(
         if attention_kernels.compute_of_decoding(compute, cfg, rollout).decode_kernel:
           decoding = [cfg]
       compute = kernel_check.verify(compute, attention_uses(prepared, layouts, length), decoding)
+  configs = [x.config for x in (inputs.model, *inputs.sources.values())]
+  if compute.recurrence_kernel and not dry and any(cfg.state_shapes for cfg in configs):
+    from jaxpost.hardware import recurrence_check
+
+    compute = recurrence_check.verify(compute, configs)
   if compute.grouped_kernel and not dry:
     from jaxpost.hardware import grouped_check
 
-    configs = [x.config for x in (inputs.model, *inputs.sources.values())]
     tensor_shards = {layout.mesh.shape['tensor'] for layout in layouts.values()}
     compute = grouped_check.verify(compute, configs, tensor_shards)
   return compute

@@ -250,6 +250,10 @@ def make_engine(
     longest = max_prompt + max_new_tokens
     rows = [kernel_check.KernelUse(model.config, bucket(n, longest)) for n in range(1, longest + 1)]
     compute = kernel_check.verify(compute, rows, [model.config])
+  if compute.recurrence_kernel:
+    from jaxpost.hardware import recurrence_check
+
+    compute = recurrence_check.verify(compute, [model.config])
   if compute.grouped_kernel:
     from jaxpost.hardware import grouped_check
 

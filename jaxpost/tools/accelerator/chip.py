@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxpost.hardware import chips, gpu_options, grouped_check, kernel_check, memory_rate, probe
+from jaxpost.hardware import chips, gpu_options, grouped_check, kernel_check, memory_rate, probe, recurrence_check
 from jaxpost.matmul import Compute, compute_for
 from jaxpost.models import attention_kernels, presets
 from jaxpost.monitor import start
@@ -78,11 +78,15 @@ def compiler_options() -> dict[str, Any]:
   return dict(options=gpu_options.try_options(jax.devices()[0], gpu_options.OPTIONS))
 
 
+_CHECKS: dict[str, Any] = {grouped_check.GROUPED: grouped_check, recurrence_check.RECURRENCE: recurrence_check}
+
+
 def kernels(kernel_length: int) -> dict[str, Any]:
   """Returns the largest errors of the kernels of this platform, in the shapes of all families.
 
-  An error is the largest difference from XLA in float32 over the largest value. Attention in training and experts
-  ('PRESET experts D x F') are checked forward and backward, decoding of single tokens ('PRESET decode') forward.
+  An error is the largest difference from XLA in float32 over the largest value. Attention in training, experts
+  ('PRESET experts D x F') and recurrences ('PRESET recurrence') are checked forward and backward, decoding of single
+  tokens ('PRESET decode') forward.
   Attention is checked for each size of heads of a model, in rows without and with branches of a shared prompt. Shapes
   that are left when the time is up are in 'not_checked'.
 
@@ -99,10 +103,8 @@ def kernels(kernel_length: int) -> dict[str, Any]:
   not_checked = dict(cases)
   with contextlib.suppress(TimeoutError):  # the time limit of this row
     for (kernel, shape), label in cases.items():
-      if kernel == grouped_check.GROUPED:
-        errors[label] = grouped_check.trusted(kernel, shape, compute.dtype) or grouped_check.errors(
-          shape, compute.dtype
-        )
+      if check := _CHECKS.get(kernel):
+        errors[label] = check.trusted(kernel, shape, compute.dtype) or check.errors(shape, compute.dtype)
       else:
         errors[label] = kernel_check.trusted(kernel, shape, compute.dtype) or {
           str(window): kernel_check.errors(kernel, shape, compute.dtype, window) for window in shape.windows
@@ -130,6 +132,8 @@ def _cases(compute: Compute, length: int) -> tuple[dict[tuple[str, Any], str], d
         cases.setdefault((kernel_check.DECODE, shape), f'{preset}{_size(cfg, shape)} decode')
       for matrix in grouped_check.matrices(cfg) if compute.grouped_kernel else ():
         cases.setdefault((grouped_check.GROUPED, matrix), f'{preset} experts {matrix.inputs} x {matrix.outputs}')
+      for heads in recurrence_check.heads(cfg) if compute.recurrence_kernel else ():
+        cases.setdefault((recurrence_check.RECURRENCE, heads), f'{preset} recurrence')
   return cases, refused
 
 

@@ -1,0 +1,184 @@
+"""A chunk of tokens of one head in the recurrences of `recurrence.py`, as functions of matrices.
+
+XLA computes them for all heads and chunks at once, and a kernel for GPUs (`recurrence_triton.py`) one after the other.
+
+Legend: C tokens of the chunk, d size of keys, e size of values.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Terms = tuple[
+  jax.Array, jax.Array, jax.Array, jax.Array, jax.Array
+]  # q, k, v, log_decay and beta, see `recurrence.chunked`
+EXACT = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+class ChunkTerms(NamedTuple):
+  """What the outputs of a chunk of a head and the state after it need besides the state before it."""
+
+  u: jax.Array  # [C, e], updates of the state, without the corrections w S by the state S before the chunk
+  w: jax.Array | None  # [C, d]; None: not corrected
+  scores: jax.Array  # [C, C], decayed products of queries and keys
+  from_start: jax.Array  # [C, 1 or d], decay from before the chunk to each token
+  to_end: jax.Array  # [C, 1 or d], decay from each token to the end of the chunk
+  whole: jax.Array  # [] or [d], decay over the whole chunk
+
+
+def within_chunk(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  log_decay: jax.Array,
+  beta: jax.Array,
+  runs: jax.Array,
+  run_before: jax.Array,
+  *,
+  product: Callable,
+  exact: Callable,
+  corrected: bool,
+) -> ChunkTerms:
+  """Computes what the outputs of a chunk of a head and the state after it need besides the state before it.
+
+  Args:
+    q, k: [C, d]; v: [C, e]; beta: [C]; float32.
+    log_decay: [C] or, of each channel, [C, d].
+    runs, run_before: [C] and [], the runs of the tokens and of the token before the chunk.
+    product: einsum of two matrices of the type of operands.
+    exact: einsum of float32 matrices.
+    corrected: whether to use the gated delta rule.
+  """
+  row, column = _indices(len(runs))
+  visible = (row >= column) & (runs[:, None] == runs[None, :])
+  by_channel = log_decay.ndim > 1
+  decays = None if by_channel else _decays(exact, log_decay, visible)
+
+  def decayed_products(x):
+    """Returns the products [C, C] of x_i and k_j, decayed from token j to i; 0 unless j <= i are of one run."""
+    if by_channel:
+      return jnp.where(visible, _by_channel(x, k, log_decay, product), 0)
+    return product('id,jd->ij', x, k) * decays
+
+  def decay_over(tokens, same_run):
+    """Returns the decay [C, 1 or d] over some tokens [C, C], as `_decays` does; 0 across the border of two runs."""
+    if by_channel:
+      total = exact('il,ld->id', tokens.astype('f'), log_decay)
+    else:
+      total = jnp.sum(jnp.where(tokens, log_decay[None, :], 0), axis=1)[:, None]
+    return jnp.where(same_run, jnp.exp(total), 0)
+
+  last_run = jnp.max(runs)
+  from_start = decay_over(column <= row, (runs == run_before)[:, None])
+  to_end = decay_over(column > row, (runs == last_run)[:, None])
+  whole = jnp.where(last_run == run_before, jnp.exp(jnp.sum(log_decay, axis=0)), 0)
+  steps = beta[:, None]
+  u, w = steps * v, None
+  if corrected:
+    # u = (I + A)^-1 (beta v) and w = (I + A)^-1 (beta decay k), with the decayed products A of beta k and earlier keys.
+    inverse = _inverse(exact, jnp.where(row > column, decayed_products(k) * steps, 0))
+    u, w = product('ij,je->ie', inverse, u), product('ij,jd->id', inverse, steps * from_start * k)
+  return ChunkTerms(u, w, decayed_products(q), from_start, to_end, whole)
+
+
+def across_chunk(
+  state: jax.Array, q: jax.Array, k: jax.Array, terms: ChunkTerms, product: Callable
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the state [d, e] of a head after a chunk, and the outputs [C, e], from the state before it."""
+  u = terms.u if terms.w is None else terms.u - product('id,de->ie', terms.w, state)
+  out = product('id,de->ie', terms.from_start * q, state) + product('ij,je->ie', terms.scores, u)
+  return terms.whole[..., None] * state + product('jd,je->de', terms.to_end * k, u), out
+
+
+def _indices(size: int) -> tuple[jax.Array, jax.Array]:
+  """Returns the rows and the columns of a square matrix."""
+  return jax.lax.broadcasted_iota('int32', (size, size), 0), jax.lax.broadcasted_iota('int32', (size, size), 1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _decays(exact: Callable, log_decay: jax.Array, visible: jax.Array) -> jax.Array:
+  """Returns the decays [C, C] from token j to token i, or 0 where i does not see j.
+
+  The log of each is summed directly over (j, i]. A difference of two cumulative sums would lose the bits of a slow
+  decay after a fast one, and overflow where the decay is split into factors.
+  """
+  return _decays_forward(exact, log_decay, visible)[0]
+
+
+def _decays_forward(exact, log_decay, visible):
+  row, column = _indices(len(log_decay))
+  sums = exact('il,lj->ij', jnp.where(visible, log_decay[None, :], 0), (row > column).astype('f'))
+  decays = jnp.where(visible, jnp.exp(sums), 0)
+  return decays, decays
+
+
+def _decays_backward(exact, decays, g):
+  del exact
+  row, column = _indices(len(decays))
+  # Token l is in (j, i] for all j < l <= i. One token later, the pairs to l are gone, and those from l are new.
+  by_pair = g * decays
+  change = jnp.sum(by_pair, axis=0) - jnp.sum(by_pair, axis=1)
+  return jnp.sum(jnp.where(column < row, change[None, :], 0), axis=1), None
+
+
+_decays.defvjp(_decays_forward, _decays_backward)
+
+
+def _by_channel(x: jax.Array, k: jax.Array, log_decay: jax.Array, product: Callable) -> jax.Array:
+  """Returns sum_c x_ic k_jc exp(sum of log_decay_c over (j, i]) for j <= i: [C, C].
+
+  Blocks double in size, as in `_inverse`: the decay between tokens of two neighboring blocks is that
+  from j to their border times that from the border to i, and neither exceeds 1.
+  """
+  index = jnp.arange(len(x))
+
+  @functools.partial(jax.checkpoint, static_argnums=3)  # the factors, which have the size of x, are recomputed
+  def between(x, k, log_decay, size):
+    block = index // size
+    upper = (block % 2 == 1)[:, None]  # tokens i, in the second block of a pair; tokens j are in the first
+    # Between i or j and the border of the pair are the tokens l <= i of the second block, or l > j of the first.
+    order = jnp.where(upper, index <= index[:, None], index > index[:, None])
+    terms = order & (block[:, None] == block)
+    decay = jnp.exp(EXACT('il,ld->id', terms.astype('f'), log_decay))
+    products = product('id,jd->ij', x * decay, k * decay)
+    return jnp.where(upper & (block == block[:, None] - 1), products, 0)
+
+  out, size = jnp.sum(x * k, -1, keepdims=True) * jnp.eye(len(index)), 1
+  while size < len(index):
+    out = out + between(x, k, log_decay, size)
+    size *= 2
+  return out
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _inverse(exact: Callable, lower: jax.Array) -> jax.Array:
+  """Returns (I + A)^-1 of strictly lower triangular A [C, C], by doubling blocks, in float32.
+
+  It is as stable as substitution, which a series of powers of A is not if keys are similar.
+  """
+  return _inverse_forward(exact, lower)[0]
+
+
+def _inverse_forward(exact, lower):
+  row, column = _indices(len(lower))
+  inverse, size = (row == column).astype('f'), 1
+  while size < len(lower):
+    # The off-diagonal block of each pair of neighboring diagonal blocks, whose inverses are known.
+    is_second, is_left = row // size % 2 == 1, column // size == row // size - 1
+    block = jnp.where(is_second & is_left, lower, 0)
+    inverse = inverse - (block if size == 1 else exact('ij,jk,kl->il', inverse, block, inverse))
+    size *= 2
+  return inverse, inverse
+
+
+def _inverse_backward(exact, inverse, g):
+  row, column = _indices(len(inverse))
+  return (jnp.where(row > column, -exact('ji,jk,lk->il', inverse, g, inverse), 0),)
+
+
+_inverse.defvjp(_inverse_forward, _inverse_backward)

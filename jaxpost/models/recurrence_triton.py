@@ -1,0 +1,249 @@
+"""The recurrences of `recurrence.py` over rows for NVIDIA GPUs, in Pallas for Triton.
+
+One program computes some channels of the values of a head, chunk by chunk, and keeps their part of the state in
+registers: the terms of a chunk, for which XLA takes about fifty kernels, are never in main memory. The backward pass
+reads the state before each chunk, computes the terms of the chunk again, and differentiates them inside the kernel.
+
+Legend: B rows, T tokens, K heads of queries and keys, H value heads, d size of keys, e size of values, C tokens of a
+chunk, N chunks, P parts of the values.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jax.sharding import PartitionSpec
+
+from jaxpost.distributed.mesh import Layout
+from jaxpost.matmul import precision_of
+from jaxpost.models.recurrence_chunk import Terms, across_chunk, within_chunk
+
+_CHUNK = 32  # a chunk of 64 tokens does not fit the registers
+_STATE = 8192  # elements of the state of a program
+_WARPS = 8
+
+
+class _Static(NamedTuple):
+  """Settings that a kernel is compiled for."""
+
+  dtype: str
+  corrected: bool
+  interpret: bool
+
+
+def supports(size: int, width: int, channels: int) -> bool:
+  """Returns whether the kernels support heads with keys and values of these sizes and decays of so many channels."""
+  return channels == 1 and all(16 <= n <= 256 and n & (n - 1) == 0 for n in (size, width))
+
+
+def over_mesh(
+  terms: Terms, runs: jax.Array, state: jax.Array | None, layout: Callable, *, dtype: str, corrected: bool
+) -> tuple[jax.Array, jax.Array]:
+  """Computes `chunked` on each device's rows and heads."""
+  q, k, v, *_ = terms
+  if state is None:
+    state = jnp.zeros((len(q), v.shape[2], q.shape[3], v.shape[3]))
+  run = functools.partial(chunked, dtype=dtype, corrected=corrected)
+  if isinstance(layout, Layout) and layout.mesh.size > 1:
+    rows, _, heads, _ = layout.spec(('batch', None, 'heads', None), k.shape)
+    of_tokens, of_state = PartitionSpec(rows, None, heads), PartitionSpec(rows, heads)
+    in_specs, out_specs = (*[of_tokens] * 5, PartitionSpec(rows), of_state), (of_tokens, of_state)
+    run = jax.shard_map(run, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+  return run(*terms, runs, state)
+
+
+def chunked(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  log_decay: jax.Array,
+  beta: jax.Array,
+  runs: jax.Array,
+  state: jax.Array,
+  *,
+  dtype: str,
+  corrected: bool,
+  interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+  """Computes `recurrence.chunked` of heads that `supports` accepts; the result is rounded to the type of v.
+
+  interpret: run it on the CPU, for tests.
+  """
+  length = k.shape[1]
+  runs = jnp.pad(runs, ((0, 0), (0, -length % _CHUNK)), mode='edge')
+  tokens = (
+    jnp.pad(x, ((0, 0), (0, -length % _CHUNK), *((0, 0),) * (x.ndim - 2))) for x in (q, k, v, log_decay[..., 0], beta)
+  )
+  out, state = _chunked(_Static(dtype, corrected, interpret), *tokens, state.astype(jnp.float32), runs)
+  return out[:, :length].astype(jnp.float32), state
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked(static, q, k, v, log_decay, beta, state, runs):
+  return _forward(static, (q, k, v, log_decay, beta), state, runs)[:2]
+
+
+def _chunked_fwd(static, q, k, v, log_decay, beta, state, runs):
+  terms = q, k, v, log_decay, beta
+  out, state, states = _forward(static, terms, state, runs, keep=True)
+  return (out, state), (terms, runs, states)
+
+
+def _chunked_bwd(static, saved, g):
+  terms, runs, states = saved
+  return *_backward(static, terms, runs, states, g), None
+
+
+_chunked.defvjp(_chunked_fwd, _chunked_bwd)
+
+# -------------------------------------------------------------------- kernels
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(dtype, spec, x, w):
+  """Computes an einsum of two float32 matrices, and its gradient, from operands of a type."""
+  return _product_fwd(dtype, spec, x, w)[0]
+
+
+def _product_fwd(dtype, spec, x, w):
+  x, w = x.astype(dtype), w.astype(dtype)
+  return jnp.einsum(spec, x, w, precision=precision_of(dtype), preferred_element_type='float32'), (x, w)
+
+
+def _product_bwd(dtype, spec, saved, g):
+  (x, w), (x_term, w_term, out), g = saved, spec.replace('->', ',').split(','), g.astype(dtype)
+  dx = _product_fwd(dtype, f'{out},{w_term}->{x_term}', g, w)[0]
+  return dx, _product_fwd(dtype, f'{x_term},{out}->{w_term}', x, g)[0]
+
+
+_product.defvjp(_product_fwd, _product_bwd)
+
+
+def _chunk(static: _Static, runs: jax.Array, run_before: jax.Array) -> Callable:
+  """Returns (state before, q, k, v, log_decay, beta) -> (state after, outputs), for a chunk of a head."""
+  # Three products in TF32 are as exact as one in float32, for which there are no matrix units.
+  exactly = jax.lax.Precision.HIGHEST if static.interpret else jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+  exact = functools.partial(jnp.einsum, precision=exactly)
+  product = functools.partial(_product, static.dtype)
+
+  def run(state, q, k, v, log_decay, beta):
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    terms = within_chunk(
+      q, k, v, log_decay, beta, runs, run_before, product=product, exact=exact, corrected=static.corrected
+    )
+    return across_chunk(state, q, k, terms, product)
+
+  return run
+
+
+def _forward_kernel(*refs, static: _Static):
+  *term_refs, runs_ref, run_before_ref, state_ref, out_ref, last_state_ref = refs[:10]
+  states_ref = refs[10] if len(refs) > 10 else None
+
+  def run(i, state):
+    tokens = pl.ds(i * _CHUNK, _CHUNK)
+    if states_ref is not None:
+      states_ref[i] = state.astype(states_ref.dtype)
+    chunk = _chunk(static, runs_ref[tokens], run_before_ref[i])
+    # Triton has no rule for functions with gradients of their own; `jax.vjp` replaces them by what they compute.
+    (state, out), _ = jax.vjp(chunk, state, *(ref[tokens] for ref in term_refs))
+    out_ref[tokens] = out.astype(out_ref.dtype)
+    return state
+
+  last_state_ref[...] = jax.lax.fori_loop(0, run_before_ref.shape[0], run, state_ref[...])
+
+
+def _backward_kernel(*refs, static: _Static):
+  *term_refs, runs_ref, run_before_ref, states_ref, g_ref, g_state_ref = refs[:10]
+  *d_refs, d_state_ref = refs[10:]
+  count = run_before_ref.shape[0]
+
+  def run(n, g_state):
+    i = count - 1 - n
+    tokens = pl.ds(i * _CHUNK, _CHUNK)
+    chunk = _chunk(static, runs_ref[tokens], run_before_ref[i])
+    _, vjp = jax.vjp(chunk, states_ref[i].astype(jnp.float32), *(ref[tokens] for ref in term_refs))
+    g_state, *gradients = vjp((g_state, g_ref[tokens].astype(jnp.float32)))
+    for ref, gradient in zip(d_refs, gradients, strict=True):
+      ref[tokens] = gradient.astype(ref.dtype)
+    return g_state
+
+  d_state_ref[...] = jax.lax.fori_loop(0, count, run, g_state_ref[...])
+
+
+# ---------------------------------------------------------------------- calls
+
+_TERMS = 'keys', 'keys', 'values', 'scalars', 'scalars'  # blocks of q, k, v, log_decay and beta, see `_blocks`
+
+
+def _parts(size: int, width: int) -> int:
+  return max(1, width * size // _STATE)
+
+
+def _blocks(q: jax.Array, v: jax.Array) -> dict[str, pl.BlockSpec]:
+  """Returns the blocks of arrays that the program (part of the values, value head, row) reads or writes."""
+  (_, length, kv_heads, size), (heads, width) = q.shape, v.shape[2:]
+  group, chunks, part = heads // kv_heads, length // _CHUNK, width // _parts(size, width)
+  return {
+    'keys': pl.BlockSpec((None, length, None, size), lambda p, h, b: (b, 0, h // group, 0)),
+    'values': pl.BlockSpec((None, length, None, part), lambda p, h, b: (b, 0, h, p)),
+    'scalars': pl.BlockSpec((None, length, None), lambda p, h, b: (b, 0, h)),
+    'runs': pl.BlockSpec((None, length), lambda p, h, b: (b, 0)),
+    'runs_before': pl.BlockSpec((None, chunks), lambda p, h, b: (b, 0)),
+    'state': pl.BlockSpec((None, None, size, part), lambda p, h, b: (b, h, 0, p)),
+    'states': pl.BlockSpec((None, None, chunks, size, part), lambda p, h, b: (b, h, 0, 0, p)),
+    # Each part of the values has its own gradient of what it shares with the other parts and heads.
+    'd_keys': pl.BlockSpec((None, None, length, None, size), lambda p, h, b: (p, b, 0, h, 0)),
+    'd_scalars': pl.BlockSpec((None, None, length, None), lambda p, h, b: (p, b, 0, h)),
+  }
+
+
+def _call(kernel: Callable, static: _Static, terms: Terms, runs: jax.Array, inputs: Sequence, outputs: Sequence):
+  """Calls a kernel with the terms, the runs, and further inputs (block, array); `outputs` are (block, shape, type)."""
+  q, _, v, *_ = terms
+  blocks = _blocks(q, v)
+  runs_before = jnp.pad(runs[:, _CHUNK - 1 : -1 : _CHUNK], ((0, 0), (1, 0)))
+  inputs = [*zip(_TERMS, terms), ('runs', runs), ('runs_before', runs_before), *inputs]
+  return pl.pallas_call(
+    functools.partial(kernel, static=static),
+    grid=(_parts(q.shape[3], v.shape[3]), v.shape[2], len(q)),
+    in_specs=[blocks[name] for name, _ in inputs],
+    out_specs=[blocks[name] for name, *_ in outputs],
+    out_shape=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in outputs],
+    compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1),
+    interpret=static.interpret,
+    name=f'recurrence{kernel.__name__.removesuffix("_kernel")}',
+  )(*(x for _, x in inputs))
+
+
+def _forward(static: _Static, terms, state: jax.Array, runs: jax.Array, keep: bool = False):
+  """Returns (outputs [B, T, H, e], state [B, H, d, e]), and with `keep` states before chunks [B, H, N, d, e]."""
+  (rows, heads, *sizes), chunks = state.shape, runs.shape[1] // _CHUNK
+  outputs = [('values', terms[2].shape, terms[2].dtype), ('state', state.shape, jnp.float32)]
+  outputs += [('states', (rows, heads, chunks, *sizes), static.dtype)] * keep
+  return _call(_forward_kernel, static, terms, runs, [('state', state)], outputs)
+
+
+def _backward(static: _Static, terms, runs: jax.Array, states: jax.Array, g):
+  """Returns the gradients of the terms and of the state before the row."""
+  q, k, v, *_ = terms
+  parts, (rows, length, heads, _) = _parts(q.shape[3], v.shape[3]), v.shape
+  inputs = [('states', states), ('values', g[0]), ('state', g[1])]
+  d_keys = 'd_keys', (parts, rows, length, heads, q.shape[3]), q.dtype
+  d_scalars = 'd_scalars', (parts, rows, length, heads), jnp.float32
+  d_values, d_state = ('values', v.shape, v.dtype), ('state', g[1].shape, jnp.float32)
+  outputs = [d_keys, d_keys, d_values, d_scalars, d_scalars, d_state]
+  dq, dk, dv, d_decay, d_beta, d_state = _call(_backward_kernel, static, terms, runs, inputs, outputs)
+
+  def summed(x):
+    """Sums the gradients of the parts and of the value heads of each key head."""
+    x = x.reshape(parts, rows, length, k.shape[2], -1, k.shape[3])
+    return jnp.sum(x, axis=(0, 4), dtype=jnp.float32).astype(k.dtype)
+
+  return summed(dq), summed(dk), dv, jnp.sum(d_decay, axis=0), jnp.sum(d_beta, axis=0), d_state

@@ -1,0 +1,197 @@
+"""The kernel for recurrences (`models/recurrence_triton.py`) in Pallas' interpreter, and the check before a run."""
+
+import dataclasses
+import functools
+import json
+
+import children
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxpost.hardware import kernel_check, recurrence_check
+from jaxpost.matmul import compute_for
+from jaxpost.models import model as model_lib
+from jaxpost.models import recurrence, recurrence_triton
+from jaxpost.stage import place, prepare
+
+KERNEL = recurrence_triton.chunked
+HEADS = recurrence_check.Heads(16, 32, corrected=True)
+SIZES = dict(key_size=16, value_size=16)  # the smallest that the kernel supports
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+  monkeypatch.setattr(recurrence_triton, 'chunked', functools.partial(KERNEL, interpret=True))
+
+
+def draw(length, heads, groups, size, width):
+  """Returns (terms, runs, state, gradients of the result) for two rows; runs begin inside of chunks and at borders."""
+  random = np.random.RandomState(0)
+  q, k = random.standard_normal((2, 2, length, heads, size)).astype('f')
+  k /= np.linalg.norm(k, axis=-1, keepdims=True)
+  v = random.standard_normal((2, length, heads * groups, width)).astype('f')
+  beta = random.uniform(0, 1, (2, length, heads * groups)).astype('f')
+  # Some tokens decay the state to 0 at once.
+  decay = random.uniform(0, 0.3, (*beta.shape, 1)) * 10 ** random.choice([-2.0, 0.0, 2.0], (1, length, 1, 1))
+  starts = [[0] * length, [i in (20, 32, 33, 70) for i in range(length)]]
+  state, g_state = random.standard_normal((2, 2, heads * groups, size, width)).astype('f')
+  g = random.standard_normal(v.shape).astype('f'), g_state
+  return (q, k, v, -decay.astype('f'), beta), jnp.cumsum(jnp.asarray(starts, jnp.int32), axis=1), state, g
+
+
+def with_gradients(fn, case, dtype, **options):
+  """Returns the result and the gradients of the terms and of the state, as one list."""
+  (*qkv, log_decay, beta), runs, state, g = case
+  terms = *(jnp.asarray(x, dtype) for x in qkv), log_decay, beta
+
+  def run(*args):
+    *terms, state = args
+    return fn(*terms, runs=runs, state=state, dtype=dtype, **options)
+
+  @jax.jit
+  def measured(args, g):
+    out, vjp = jax.vjp(run, *args)
+    return [*out, *vjp(g)]
+
+  return measured((*terms, state), g)
+
+
+@pytest.mark.parametrize('dtype, tolerance', [('float32', 1e-6), ('bfloat16', 0.01)])
+@pytest.mark.parametrize(
+  'sizes, corrected', [((77, 2, 2, 16, 32), True), ((77, 1, 3, 32, 16), False), ((32, 1, 1, 256, 64), True)], ids=str
+)
+def test_kernel_computes_the_same_as_xla(sizes, corrected, dtype, tolerance):
+  """Rows may end inside of a chunk. The values of large heads are computed in parts, each of which has gradients."""
+  case = draw(*sizes)
+  expected = with_gradients(recurrence.chunked, case, 'float32', corrected=corrected)
+  ours = with_gradients(KERNEL, case, dtype, corrected=corrected, interpret=True)
+  errors = [float(tiny.largest(a.astype('f') - b) / tiny.largest(b)) for a, b in zip(ours, expected, strict=True)]
+  assert max(errors) < tolerance, errors
+  if dtype != 'float32':  # the tolerance is that of rounding, which XLA's result has, too
+    rounded = with_gradients(recurrence.chunked, case, dtype, corrected=corrected)
+    theirs = [float(tiny.largest(a.astype('f') - b) / tiny.largest(b)) for a, b in zip(rounded, expected, strict=True)]
+    assert max(errors) < 2 * max(theirs)
+
+
+def test_large_values_are_computed_in_parts():
+  assert [recurrence_triton._parts(*sizes) for sizes in ((128, 128), (128, 64), (64, 64), (256, 256))] == [2, 1, 1, 8]
+
+
+@pytest.mark.parametrize('family, remat', [('qwen3_5_text', 'dots'), ('granitemoehybrid', 'full')])
+def test_models_compute_the_same_with_the_kernel(interpreted, family, remat):
+  """The scan over layers and rematerialization run the kernel, and differentiate it."""
+  model = model_lib.build(tiny.hybrid(family, **SIZES))
+  params, ids = tiny.params(model), tiny.tokens((2, 20))
+  segments = np.repeat([[1, 2, 3, 0]], 2, axis=0).repeat([3, 9, 6, 2], axis=1)
+
+  def gradient(kernel):
+    compute = dataclasses.replace(tiny.EXACT, unroll=False, remat=remat, recurrence_kernel=kernel)
+
+    def loss(p):
+      x = tiny.hidden(model, p, ids, compute, segments=segments)
+      return jnp.sum(jnp.cos(x[:, :18]))
+
+    assert ('name=recurrence_forward' in str(jax.make_jaxpr(loss)(params))) == kernel
+    return jax.jit(jax.value_and_grad(loss))(params)
+
+  jax.tree.map(
+    lambda a, b: np.testing.assert_array_less(tiny.largest(a - b), 1e-4 * tiny.largest(b) + 1e-9),
+    gradient(True),
+    gradient(False),
+  )
+
+
+def main():
+  """Prints {mesh: largest relative error} of rows and heads that are split over 4 devices, which run the kernel."""
+  from jaxpost.distributed.phases import make_layout
+
+  recurrence_triton.chunked = functools.partial(KERNEL, interpret=True)
+  results = {}
+  case = draw(40, 2, 2, 16, 16)
+  expected = with_gradients(recurrence.chunked, case, 'float32', corrected=True)
+  for mesh in 'fsdp=2,tensor=2', 'tensor=4':
+    layout = make_layout(mesh, 'train', '--mesh')
+
+    def over_mesh(*terms, runs, state, layout=layout, **options):
+      return recurrence_triton.over_mesh(terms, runs, state, layout, **options)
+
+    ours = with_gradients(over_mesh, case, 'float32', corrected=True)
+    results[mesh] = max(float(tiny.largest(a - b) / tiny.largest(b)) for a, b in zip(ours, expected, strict=True))
+  print(json.dumps(results))
+
+
+def test_kernel_on_each_of_four_devices_matches_one_device():
+  """Two heads of keys are not split over four devices, which then compute all heads."""
+  results = json.loads(children.run(__file__, devices=4).stdout)
+  assert len(results) == 2 and max(results.values()) < 1e-6, results
+
+
+def test_kernel_is_on_for_gpus_in_16_bits_only():
+  assert compute_for('gpu', 'bfloat16', 'none').recurrence_kernel
+  assert compute_for('gpu', 'float16', 'none').recurrence_kernel
+  for platform, dtype, triton in ('gpu', 'float32', True), ('gpu', 'bfloat16', False), ('tpu', 'bfloat16', True):
+    assert not compute_for(platform, dtype, 'none', triton=triton).recurrence_kernel
+  assert not compute_for('cpu', 'bfloat16', 'none').recurrence_kernel
+
+
+# ---------------------------------------------------- the check before a run
+
+
+def test_heads_that_the_kernel_supports():
+  """A decay of each channel, sizes that are no powers of 2, and convolutions are left to XLA."""
+  heads = {family: recurrence_check.heads(tiny.hybrid(family, **SIZES)) for family in ('qwen3_5_text', 'kimi_linear')}
+  assert heads == {'qwen3_5_text': [(16, 16, True)], 'kimi_linear': []}
+  assert recurrence_check.heads(tiny.hybrid('granitemoehybrid', **SIZES)) == [(16, 16, False)]
+  assert not recurrence_check.heads(tiny.hybrid('qwen3_5_text', key_size=16, value_size=24))
+  assert not recurrence_check.heads(tiny.hybrid('lfm2')) and not recurrence_check.heads(tiny.config())
+
+
+def test_a_wrong_kernel_is_not_used(monkeypatch, interpreted, caplog, tmp_path):
+  monkeypatch.setenv('HOME', str(tmp_path))
+  cfg, compute = tiny.hybrid('qwen3_5_text', **SIZES), compute_for('gpu', 'bfloat16', 'none')
+  right = recurrence_triton.chunked
+
+  def leaks(*args, runs, **options):  # the state of a document into the next one
+    return right(*args, runs=runs * 0, **options)
+
+  def unsupported(*args, **options):
+    raise NotImplementedError('cannot lower')
+
+  for kernel, reason in (leaks, 'off by'), (unsupported, 'NotImplementedError: cannot lower'), (right, ''):
+    monkeypatch.setattr(recurrence_triton, 'chunked', kernel)
+    recurrence_check.trusted.cache_clear()
+    caplog.clear()
+    assert recurrence_check.verify(compute, [cfg]) == dataclasses.replace(compute, recurrence_kernel=not reason)
+    assert reason in caplog.text and caplog.text.count('XLA computes all of them') == bool(reason)
+  assert recurrence_check.verify(compute, [tiny.config()]) == compute
+
+
+def test_the_errors_of_a_right_kernel_are_small(interpreted):
+  errors = recurrence_check.errors(HEADS, 'bfloat16')
+  assert {*errors} == {'out', 'state', 'q', 'k', 'v', 'log_decay', 'beta', 'state before'}
+  assert max(errors.values()) < 0.02 and kernel_check.judge(lambda: errors) == ''
+
+
+def test_choices_of_a_run_name_what_computes_the_recurrence(tmp_path):
+  choices = {}
+  for name, fields in ('dense', {}), ('hybrid', dict(family='qwen3_5_text', num_layers=3, **SIZES)):
+    (prepared,) = prepare.prepare_all(tiny.run_config(tiny.folder(tmp_path / name, **fields)))
+    try:
+      placed = place.place_stage(prepared)
+    finally:
+      prepared.close()
+    for case, compute in ('cpu', placed.compute), ('gpu', compute_for('gpu', 'bfloat16', 'none')):
+      choices[name, case] = dataclasses.replace(placed, compute=compute).choices.get('recurrence')
+  assert choices == {
+    ('dense', 'cpu'): None,
+    ('dense', 'gpu'): None,
+    ('hybrid', 'cpu'): 'XLA (cpu)',
+    ('hybrid', 'gpu'): 'kernel (gpu)',
+  }
+
+
+if __name__ == '__main__':
+  main()
