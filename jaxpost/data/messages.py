@@ -25,13 +25,13 @@ _MAX_NUMBER = 1e30
 _SHOWN = 60  # characters of a value that an error shows; five times as many of the columns
 
 
-def shown(value: Any) -> str:
-  """Returns the beginning of a value's repr, for errors of one line."""
+def shown(value: Any, limit: int = _SHOWN) -> str:
+  """Returns the first `limit` characters of a value's repr, for errors of one line."""
   try:
     text = repr(value)
   except (ValueError, RecursionError):  # an integer or a nesting that Python does not print
     text = f'{type_of(value)} that is too long to show'
-  return text if len(text) <= _SHOWN else f'{text[:_SHOWN]}...'
+  return text if len(text) <= limit else f'{text[:limit]}...'
 
 
 def columns_of(row: Row) -> str:

@@ -137,7 +137,7 @@ def _read_window(
   for start in range(0, len(packed), rows):
     batch_rows = [[indices[i] for i in row] for row in packed[start : start + rows]]
     documents = [[cut_examples[index] for index in row] for row in batch_rows]
-    outputs = run(packing.to_batch(documents, row_length, rows, normalize=False))
+    outputs = run(packing.to_batch(documents, row_length, rows, totals=()))
     for r, row in enumerate(batch_rows):
       column = 0  # where the next document begins in the row
       for index in row:
