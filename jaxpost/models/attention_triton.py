@@ -74,15 +74,11 @@ def attend(
     [B, T, H, hv].
   """
   sinks = sinks if sinks is None else sinks.astype(jnp.float32)
-  static = _Static(window, cfg.attention_softcap, tiles or _tiles(q.shape[3], v.shape[3]), interpret)
+  if tiles is None and max(q.shape[3], v.shape[3]) > 128:
+    tiles = Tiles(forward=(64, 64, 8, 1), queries=(32, 32, 4, 1), keys=(32, 32, 4, 1))
+  static = _Static(window, cfg.attention_softcap, tiles or Tiles(), interpret)
   bounds = attention_bounds.of_rows(rows, window)
   return _attend(static, (q, k, v), sinks, bounds)
-
-
-def _tiles(size: int, values: int) -> Tiles:
-  if max(size, values) <= 128:
-    return Tiles()
-  return Tiles(forward=(64, 64, 8, 1), queries=(32, 32, 4, 1), keys=(32, 32, 4, 1))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

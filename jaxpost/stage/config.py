@@ -51,7 +51,8 @@ def parse(config: Mapping) -> dict[str, Config]:
     config = {k: v for k, v in config.items() if k not in blocks}
   base = _build(Config, config, 'config')
   if not names:
-    name = stage_name(base.algorithm)
+    target = base.algorithm.partition(':')[0]  # 'sft', or the file or module of the user
+    name = pathlib.PurePath(target).stem if target.endswith('.py') else target.rpartition('.')[2]
     _check_name(name, 'config.algorithm')
     return {name: base}
   plain = dataclasses.asdict(base)
@@ -76,14 +77,6 @@ def parse_saved(path: epath.Path) -> dict[str, Config]:
       f'{path}: was written by another version of jaxpost ({e}); start a new run in another --workdir, '
       'or install that version'
     ) from e
-
-
-def stage_name(algorithm: str) -> str:
-  """Returns the name of the stage of a run without `config.stages`: 'sft', or the stem of a user's file."""
-  target = algorithm.partition(':')[0]
-  if target.endswith('.py'):
-    return pathlib.PurePath(target).stem
-  return target.rpartition('.')[2]
 
 
 def resolve(config: Config, defaults: Mapping) -> Config:
