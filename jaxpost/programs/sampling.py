@@ -141,8 +141,9 @@ def _choose(logits, scale, highest, sampling: Sampling, uniform, *, forbidden, a
 
   def truncated():
     # Weights are relative to the best token that is not forbidden: forbidden ones may be far more probable.
-    slots, ids = jnp.arange(len(logits))[:, None], jnp.where(forbidden < 0, logits.shape[-1], forbidden)
-    permitted = (logits * scale[:, None]).at[slots, ids].set(MASKED_LOGIT, mode='drop')  # an id of -1 masks nothing
+    rows = jnp.arange(len(logits))[:, None]
+    masked = jnp.where(forbidden < 0, logits.shape[-1], forbidden)  # an id of -1 masks nothing: it is dropped
+    permitted = (logits * scale[:, None]).at[rows, masked].set(MASKED_LOGIT, mode='drop')
     top = jnp.max(permitted, axis=-1, keepdims=True)
     kept, ids = jnp.where(permitted > MASKED_LOGIT, jnp.exp(permitted - top), 0), []
     kept = jax.lax.cond(
