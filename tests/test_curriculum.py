@@ -38,7 +38,7 @@ def drawn(chosen, epochs):
   rows = []
   for n in range(ROWS * epochs):
     if chosen.draws(n % ROWS, n):
-      chosen.count_drawn()
+      chosen.drawn += 1
       rows.append(n % ROWS)
   return rows
 

@@ -130,7 +130,7 @@ def test_weights_and_sequence_ids_of_random_batches(kind, seed):
   rng = np.random.default_rng(seed)
   examples, rows = random_rows(rng, kind)
   size = len(rows) + rng.integers(0, 3)
-  mask = packing.to_batch(rows, LENGTH, size, normalize=False).loss_weights
+  mask = packing.to_batch(rows, LENGTH, size, totals=()).loss_weights
   trained = [e for e in examples if e.trained.any()]
   pairs = len(trained)
   sequences = pairs if kind == 'plain' else 2 * pairs
@@ -162,7 +162,7 @@ def test_weights_and_sequence_ids_of_random_batches(kind, seed):
     assert chosen.sum() == pytest.approx(1, rel=1e-5)
     assert ((chosen > 0) == (mask > 0) & (batch.sequence_ids % 2 == 1)).all()
     np.testing.assert_allclose(
-      packing.to_batch(rows, LENGTH, size, False, 'pair').arrays['nll_weights'],
+      packing.to_batch(rows, LENGTH, size, 'pair', totals=()).arrays['nll_weights'],
       np.where(batch.sequence_ids % 2 == 1, mask, 0),
     )
 
@@ -176,7 +176,7 @@ def test_first_token_of_a_segment_is_not_trained():
   both = Example(
     np.arange(1, 7), np.ones(6, bool), np.array([0, 1, 2, 0, 1, 2]), segment_ids=np.array([1, 1, 1, 2, 2, 2])
   )
-  batch = packing.to_batch([[both]], 8, 1, normalize=False)
+  batch = packing.to_batch([[both]], 8, 1, totals=())
   assert batch.loss_weights[0].tolist() == [0, 1, 1, 0, 1, 1, 0, 0]
   assert both.trained.tolist() == [False, True, True, False, True, True]
 

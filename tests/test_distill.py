@@ -328,9 +328,7 @@ def test_loss_does_not_depend_on_the_arrangement(models, topk):
         return {k: np.asarray(x).reshape(-1, length, *x.shape[3:]) for k, x in top.items()}
 
       examples = Documents(documents().__getitem__, 5, spec.arrays)
-      examples.fill(
-        documents(), precompute.read(documents().__getitem__, 5, spec.arrays, topk_of, len(rows), row_length=length)
-      )
+      examples.fill(documents(), precompute.read(documents(), spec.arrays, topk_of, len(rows), row_length=length))
     batch = roles_lib.place(
       layout, micro, packing.to_batch([[examples[n] for n in row] for row in rows], length, len(rows))
     )
@@ -359,7 +357,7 @@ def test_precomputed_arrays_of_long_documents_hold_the_tokens_that_fit():
     return {'seen': batch.tokens}
 
   examples = Documents((None, example).__getitem__, 2, fields)
-  examples.fill([None, example], precompute.read(examples.plain, 2, fields, run, 2, row_length=8))
+  examples.fill([None, example], precompute.read([None, example], fields, run, 2, row_length=8))
   assert examples[0] is None
   seen = examples[1].arrays['seen']
   np.testing.assert_array_equal(seen[3:8], example.tokens[3:8])

@@ -142,7 +142,7 @@ def test_training_devices_that_are_no_multiple_of_a_rollout_replica_are_refused(
   devices = [Device(platform='cpu', process_index=0, id=i) for i in range(8)]
   layouts = phases.make_layouts(schema.MeshSection(train='fsdp=5', rollout='tensor=3', rollout_devices=3), 32, devices)
   with pytest.raises(InputError, match='weights are split over 3'):
-    bridge.make_bridge(layouts['train'], layouts['rollout'], 'config.mesh.rollout')
+    bridge.make_bridge(layouts['train'], layouts['rollout'])
 
 
 def digest(tree):

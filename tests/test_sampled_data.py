@@ -155,9 +155,7 @@ def measured_top_k():
   def make(roles, config, graded):
     (spec,) = distill.precompute(config).values()
     examples = documents(graded)
-    read = precompute.read(
-      examples.__getitem__, len(examples), spec.arrays, runner(teacher, spec), rows=ROWS, row_length=LENGTH
-    )
+    read = precompute.read(examples, spec.arrays, runner(teacher, spec), rows=ROWS, row_length=LENGTH)
     return filled(roles, examples, spec.arrays, read)
 
   cases = {}

@@ -343,7 +343,7 @@ def in_twos(roles, config, graded):
       if graded.rewards[best] > graded.rewards[worst]:
         answers = [(rollout.completions[n, : (k := rollout.lengths[n])], np.ones(k)) for n in (best, worst)]
         rows[-1].append(online_dpo.pair(rollout.prompts[g].tokens, *answers, share_prompt=True))
-  batch = packing.to_batch(rows, 18, len(rows), normalize=False, per='pair')
+  batch = packing.to_batch(rows, 18, len(rows), per='pair', totals=())
   batch = batch.replace(loss_weights=batch.loss_weights / len(rows))
   return preference.prepare(place(roles.policy.layout, 1, batch), roles, config)
 

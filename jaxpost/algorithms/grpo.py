@@ -25,7 +25,10 @@ def objective(config: Config) -> Objective:
 
   def token_losses(outputs, arrays, reducer=None):
     logp = outputs.logprobs
-    old = _old_logprobs(logp, arrays, rl)
+    if rl.old_policy == 'sampler':
+      old = arrays['sampler_logprobs']
+    else:  # if a rollout has one update, the old policy is the current one, and its log-probs are not recomputed
+      old = arrays.get('old_logprobs', jax.lax.stop_gradient(logp))
     loss, metrics = _surrogate(logp, old, arrays, rl, reducer)
     multipliers = _multipliers(logp, arrays, rl, reducer)
     for multiplier in multipliers.values():
@@ -50,14 +53,6 @@ def objective(config: Config) -> Objective:
     arrays=_arrays_in_loss(config),
     temperature=config.rollout.temperature,
   )
-
-
-def _old_logprobs(logp, arrays, rl) -> jax.Array:
-  """The log-probs [B, T] of the old policy, the denominator of the ratio."""
-  if rl.old_policy == 'sampler':
-    return arrays['sampler_logprobs']
-  # If a rollout has one update, the old policy is the current one, and its log-probs need not be recomputed.
-  return arrays.get('old_logprobs', jax.lax.stop_gradient(logp))
 
 
 def _surrogate(logp, old, arrays, rl, reducer) -> policy_gradient.LossAndMetrics:

@@ -65,7 +65,7 @@ class TextsOfTeacher:
     number = int(self.teacher.removeprefix('teacher_'))
     (k,) = spec.options  # `distill.top_k`
     fields = {'ids': ((k,), np.int32), 'top': ((k,), np.float32), 'own': ((), np.float32)}
-    outputs = read(self.theirs.__getitem__, len(self.theirs), fields, run, shape.rows, row_length=shape.row_length)
+    outputs = read(self.theirs, fields, run, shape.rows, row_length=shape.row_length)
     stops = np.cumsum([0 if e is None else int(e.read.sum()) for e in self.theirs])  # document -> its end in `outputs`
     same = text_alignment.same_tokens(*self.texts, self._ends())  # teacher's id -> student's id of the same text, or -1
     parts = {name: [np.zeros((0, *tail), dtype)] for name, (tail, dtype) in spec.arrays.items()}

@@ -25,13 +25,13 @@ _MAX_NUMBER = 1e30
 _SHOWN = 60  # characters of a value that an error shows; five times as many of the columns
 
 
-def shown(value: Any) -> str:
-  """Returns the beginning of a value's repr, for errors of one line."""
+def shown(value: Any, limit: int = _SHOWN) -> str:
+  """Returns the first `limit` characters of a value's repr, for errors of one line."""
   try:
     text = repr(value)
   except (ValueError, RecursionError):  # an integer or a nesting that Python does not print
     text = f'{type_of(value)} that is too long to show'
-  return text if len(text) <= _SHOWN else f'{text[:_SHOWN]}...'
+  return text if len(text) <= limit else f'{text[:limit]}...'
 
 
 def columns_of(row: Row) -> str:
@@ -98,7 +98,11 @@ def check_messages(messages: Any, where: str) -> list[Message]:
     kept['content'] = check_text(content, f'{at}.content')
     if 'loss_weight' in kept:
       kept['weight'] = kept.pop('loss_weight')
-    _check_weight(kept, f'{at}.weight')
+    weight = kept.get('weight', 0)
+    if number(weight, f'{at}.weight') < 0:
+      raise InputError(f'{at}.weight: {weight!r} is not a number >= 0')
+    if weight and role != 'assistant':
+      raise InputError(f'{at}.weight: {weight:g} on a turn of the {role}; only turns of the assistant are trained')
     for key in _TEXT_KEYS:
       if key in kept:
         check_text(kept[key], f'{at}.{key}')
@@ -106,14 +110,6 @@ def check_messages(messages: Any, where: str) -> list[Message]:
       kept['tool_calls'] = _check_calls(kept['tool_calls'], f'{at}.tool_calls')
     checked.append(kept)
   return checked
-
-
-def _check_weight(message: Message, where: str) -> None:
-  weight = message.get('weight', 0)
-  if number(weight, where) < 0:
-    raise InputError(f'{where}: {weight!r} is not a number >= 0')
-  if weight and message['role'] != 'assistant':
-    raise InputError(f'{where}: {weight:g} on a turn of the {message["role"]}; only turns of the assistant are trained')
 
 
 def _check_calls(calls: Any, where: str) -> list[dict]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
   from jaxpost.data.examples import Example
 
   Place = tuple[int, slice]  # row of a batch, and the tokens of an Example in it
+  Totals = tuple[float, float, float]  # see `weight_totals`
 
 PER = ('token', 'sequence', 'pair', 'label')
 
@@ -57,18 +58,23 @@ def pack_examples(examples: Sequence[Example], row_length: int) -> list[list[int
 
 
 def to_batch(
-  rows: Sequence[Sequence[Example]], row_length: int, num_rows: int, normalize: bool = True, per: str = 'token'
+  rows: Sequence[Sequence[Example]],
+  row_length: int,
+  num_rows: int,
+  per: str = 'token',
+  totals: Sequence[Totals] | None = None,
 ) -> types.Batch:
   """Makes a Batch [num_rows, row_length] of numpy arrays from rows of Examples.
 
   Args:
     rows: the Examples of each row, at most `num_rows` rows; missing rows are empty. All Examples have the same
       `arrays`.
-    normalize: whether to divide the weights by a total of the whole batch; if not, they are the loss masks.
-    per: that total. 'token': the weight of all trained tokens. 'sequence': the number of trained sequences, where a
-      document without sequence_ids counts as one. 'pair': the number of trained pairs; arrays['nll_weights'] then holds
-      the mask of the chosen (odd) sequences, divided by its sum. 'label': as 'sequence'; arrays['label_weights'] then
-      holds the masks of the sequences with arrays['label'] > 0 and < 0, each divided by its number of sequences.
+    per: what the loss masks are divided by. 'token': the weight of all trained tokens. 'sequence': the number of
+      trained sequences, where a document without sequence_ids counts as one. 'pair': the number of trained pairs;
+      arrays['nll_weights'] then holds the mask of the chosen (odd) sequences, divided by its sum. 'label': as
+      'sequence'; arrays['label_weights'] then holds the masks of the sequences with arrays['label'] > 0 and < 0, each
+      divided by its number of sequences.
+    totals: `weight_totals` of all documents of the batch, if others have some of them; (): masks are not divided.
 
   Returns:
     The Batch. `branch_ids` and `sequence_ids` are None if no Example has them. `arrays` are float32, or int32 if the
@@ -82,34 +88,25 @@ def to_batch(
   fields: dict[str, Any] = {n: np.zeros(shape, np.int32) for n in ('tokens', 'positions', 'segment_ids', *optional)}
   mask = np.zeros(shape, np.float32)
   arrays = _empty_arrays(examples, shape)
-  owners = np.full(shape, -1, np.int64)  # [B, T] sequence of each token, numbered over the whole batch; -1: none
-  next_owner = 0
+  chosen = np.zeros(shape, np.float32)
   for r, row in enumerate(rows):
     start = 0
     for example in row:
       place = r, slice(start, start + len(example.tokens))
       _fill(fields, place, example)
       mask[place] = np.where(example.trained, example.loss_mask, 0)
-      owners[place], next_owner = _owners(example, next_owner)
+      chosen[place] = np.where(_sequence_ids(example) % 2 == 1, mask[place], 0)
       for name, array in example.arrays.items():
         arrays[name][place] = array
       start = place[1].stop
+  totals = [weight_totals(example, per) for example in examples] if totals is None else totals
+  of_loss, of_first, of_second = np.sum([(0.0, 0.0, 0.0), *totals], axis=0)
   if per == 'pair':
-    chosen = np.where((owners >= 0) & (owners % 2 == 0), mask, 0)
-    arrays['nll_weights'] = divided(chosen, chosen.sum(dtype=np.float64)) if normalize else chosen
+    arrays['nll_weights'] = _divided(chosen, of_first)
   if per == 'label':
-    good = np.where(arrays['label'] > 0, mask, 0)
-    bad = np.where(arrays['label'] < 0, mask, 0)
-    if normalize:
-      good = divided(good, len(np.unique(owners[good > 0])))
-      bad = divided(bad, len(np.unique(owners[bad > 0])))
-    arrays['label_weights'] = good + bad
-  if per == 'token':
-    total = mask.sum(dtype=np.float64)
-  else:
-    trained = np.unique(owners[mask > 0])
-    total = len(np.unique(trained // 2) if per == 'pair' else trained)  # sequences 2 n and 2 n + 1 are pair n
-  return types.Batch(**fields, loss_weights=divided(mask, total) if normalize else mask, arrays=arrays)
+    good, bad = (np.where(sign * arrays['label'] > 0, mask, 0) for sign in (1, -1))
+    arrays['label_weights'] = _divided(good, of_first) + _divided(bad, of_second)
+  return types.Batch(**fields, loss_weights=_divided(mask, of_loss), arrays=arrays)
 
 
 def _fill(fields: dict[str, np.ndarray], place: Place, example: Example) -> None:
@@ -129,17 +126,9 @@ def _fill(fields: dict[str, np.ndarray], place: Place, example: Example) -> None
     fields['sequence_ids'][place] = np.where(sequences > 0, last + sequences, 0)
 
 
-def _owners(example: Example, first: int) -> tuple[np.ndarray, int]:
-  """Numbers the sequences of an Example from `first` (even) on.
-
-  Returns:
-    The number [T] of each token's sequence, -1 for none, and the first even number after them.
-  """
-  ids = example.sequence_ids
-  if ids is None:
-    return np.full(len(example.tokens), first), first + 2
-  count = int(ids.max(initial=0))
-  return np.where(ids > 0, first + ids - 1, -1), first + count + count % 2
+def _sequence_ids(example: Example) -> np.ndarray:
+  """Returns the sequence [T] of each token, 0 for none; a document without ids is one sequence."""
+  return np.ones(len(example.tokens), np.int32) if example.sequence_ids is None else example.sequence_ids
 
 
 def _empty_arrays(examples: Sequence[Example], shape: tuple[int, int]) -> dict[str, np.ndarray]:
@@ -158,6 +147,23 @@ def _empty_arrays(examples: Sequence[Example], shape: tuple[int, int]) -> dict[s
   return out
 
 
-def divided(mask: np.ndarray, total: float) -> np.ndarray:
+def weight_totals(example: Example, per: str) -> Totals:
+  """Returns what an Example adds to the totals by which `to_batch` divides the masks of a batch.
+
+  The first is for `loss_weights`; the second is for `nll_weights`, or both others are for the labels > 0 and < 0.
+  """
+  mask = np.where(example.trained, example.loss_mask, 0)
+  if per == 'token':
+    return mask.sum(dtype=np.float64), 0, 0
+  ids = _sequence_ids(example)
+  trained = (mask > 0) & (ids > 0)
+  if per == 'pair':
+    return len(np.unique((ids[trained] - 1) // 2)), mask[ids % 2 == 1].sum(dtype=np.float64), 0
+  label = example.arrays['label'] if per == 'label' else np.zeros(len(mask))
+  of_all, good, bad = (len(np.unique(ids[trained & part])) for part in (True, label > 0, label < 0))
+  return of_all, good, bad
+
+
+def _divided(mask: np.ndarray, total: float) -> np.ndarray:
   """Returns the mask [B, T] divided by `total`, as float32; the mask itself if `total` is 0."""
   return (mask / total).astype(np.float32) if total else mask

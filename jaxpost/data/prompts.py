@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -86,23 +86,12 @@ def check_length(text: str, where: str, limit: int | None) -> None:
     raise InputError(f'{where}: {len(text)} characters are more than {limit}; shorten it')
 
 
-class Chooser(Protocol):
-  """Decides which rows are drawn: `rl.curriculum.Curriculum`."""
-
-  def draws(self, row: int, index: int) -> bool: ...
-
-  def count_drawn(self) -> None: ...
-
-  def state(self) -> dict: ...
-
-  def restore(self, state: dict) -> None: ...
-
-
 class PromptStream:
   """An endless iterator of (tuple of Prompt, info), resumable at each step.
 
   Attributes:
     skipped: number of rows whose prompt is too long or that a map has dropped; of lazily read rows, those so far.
+    curriculum: an `rl.curriculum.Curriculum`, which decides which rows are drawn; None: all are.
   """
 
   def __init__(
@@ -149,7 +138,7 @@ class PromptStream:
     self._stops = list(itertools.accumulate(sizes))
     self._per_step = per_step
     self._index = 0
-    self.curriculum: Chooser | None = None
+    self.curriculum: Any = None
     self._identity = {
       'num_prompts': self._num_prompts,
       'seed': seed,
@@ -227,7 +216,7 @@ class PromptStream:
       if prompt is not None:
         prompts.append(prompt)
         if self.curriculum:
-          self.curriculum.count_drawn()
+          self.curriculum.drawn += 1
         skipped_in_a_row = 0
         continue
       self.skipped += 1

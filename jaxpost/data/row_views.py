@@ -2,7 +2,7 @@
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jaxpost.errors import InputError
@@ -24,9 +24,6 @@ class Chain:
 
   def __len__(self) -> int:
     return self._starts[-1]
-
-  def __iter__(self) -> Iterator[Row | None]:
-    return map(self.__getitem__, range(len(self)))
 
   def __getitem__(self, i: int) -> Row | None:
     part, n = self._find(i)

@@ -32,7 +32,7 @@ class Facts(NamedTuple):
 
   length: int
   context: float  # sum over its tokens of the number of tokens that each attends to
-  totals: tuple[float, float, float]  # see `count_totals`
+  totals: tuple[float, float, float]  # see `packing.weight_totals`
 
   @property
   def tokens(self) -> range:
@@ -44,27 +44,7 @@ def facts_of(example: Example, per: str) -> Facts:
   """Returns the facts of a document; `per` is that of `packing.to_batch`."""
   length = len(example.tokens)
   context = length * (length + 1) / 2 if example.positions is None else float((example.positions + 1.0).sum())
-  return Facts(length, context, count_totals(example, per))
-
-
-def count_totals(example: Example, per: str) -> tuple[float, float, float]:
-  """Returns what an Example adds to the totals by which `packing.to_batch` divides weights.
-
-  The first is for `loss_weights`; the second is for `nll_weights`, or both others are for the labels > 0 and < 0.
-  """
-  mask = np.where(example.trained, example.loss_mask, 0)
-  if per == 'token':
-    return float(mask.sum(dtype=np.float64)), 0.0, 0.0
-  ids = np.ones(len(mask), np.int32) if example.sequence_ids is None else example.sequence_ids
-  trained = (mask > 0) & (ids > 0)
-
-  def count(numbers: np.ndarray) -> float:
-    return float(len(np.unique(numbers)))
-
-  if per == 'pair':
-    return count((ids[trained] - 1) // 2), float(mask[ids % 2 == 1].sum(dtype=np.float64)), 0.0
-  label = example.arrays['label'] if per == 'label' else np.zeros(len(mask))
-  return count(ids[trained]), count(ids[trained & (label > 0)]), count(ids[trained & (label < 0)])
+  return Facts(length, context, packing.weight_totals(example, per))
 
 
 class SharedStream(loader.PackedStream):
@@ -139,11 +119,11 @@ class SharedStream(loader.PackedStream):
     lengths = {number: facts.length for row in local_rows for number, facts in row}
     examples = {number: self._render(number, lengths[number]) for number in sorted(lengths)}
     batch = jax.tree.map(np.zeros_like, self._like)
+    facts = [facts for row in rows for _, facts in row]
     if self._local_rows:
       packed = [[examples[number] for number, _ in row] for row in local_rows]
-      batch = packing.to_batch(packed, self.row_length, self.batch_size, normalize=False, per=self.per)
-    facts = [facts for row in rows for _, facts in row]
-    batch = self._divided(batch, np.sum([f.totals for f in facts], axis=0))
+      totals = [f.totals for f in facts]
+      batch = self._completed(packing.to_batch(packed, self.row_length, self.batch_size, self.per, totals=totals))
     return batch, sum(f.length for f in facts), sum(f.context for f in facts)
 
   def _render(self, number: int, length: int) -> Example:
@@ -156,8 +136,8 @@ class SharedStream(loader.PackedStream):
       )
     return example
 
-  def _divided(self, batch: Batch, totals: np.ndarray) -> Batch:
-    """Returns the batch with all fields of the first batch, and its masks divided by the totals of all rows."""
+  def _completed(self, batch: Batch) -> Batch:
+    """Returns the batch with all fields of the first batch."""
     fields: dict[str, Any] = {n: np.zeros_like(x) for n, x in vars(self._like).items() if isinstance(x, np.ndarray)}
     arrays = {n: np.zeros_like(x) for n, x in self._like.arrays.items()}
     local_fields = {n: x for n, x in vars(batch).items() if isinstance(x, np.ndarray)}
@@ -167,12 +147,4 @@ class SharedStream(loader.PackedStream):
         f'data: rows of this batch have {", ".join(unknown)}, which the first batch does not have; with several '
         'processes, all rows need the same columns'
       )
-    fields, arrays = fields | local_fields, arrays | batch.arrays
-    fields['loss_weights'] = packing.divided(batch.loss_weights, totals[0])
-    if self.per == 'pair':
-      arrays['nll_weights'] = packing.divided(arrays['nll_weights'], totals[1])
-    if self.per == 'label':
-      good = np.where(arrays['label'] > 0, arrays['label_weights'], 0)
-      bad = np.where(arrays['label'] < 0, arrays['label_weights'], 0)
-      arrays['label_weights'] = packing.divided(good, totals[1]) + packing.divided(bad, totals[2])
-    return dataclasses.replace(batch, arrays=arrays, **fields)
+    return batch.replace(arrays=arrays | batch.arrays, **fields | local_fields)

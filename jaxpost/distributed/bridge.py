@@ -44,12 +44,11 @@ class Bridge:
     return NamedSharding(self.target.mesh, x.sharding.spec)
 
 
-def make_bridge(train: Layout, target: Layout, key: str) -> Bridge | None:
+def make_bridge(train: Layout, target: Layout) -> Bridge | None:
   """Returns the bridge from `train` to `target`; None if both have the same devices.
 
   Raises:
-    InputError: the number of training devices is not a multiple of those of a replica of the target; `key` names the
-      config field of its mesh.
+    InputError: the number of training devices is not a multiple of those of a replica of the target.
   """
   train_devices = set(train.mesh.devices.flat)
   if train_devices == set(target.mesh.devices.flat):
@@ -58,8 +57,8 @@ def make_bridge(train: Layout, target: Layout, key: str) -> Bridge | None:
   copies, remainder = divmod(len(train_devices), replica.size)
   if remainder:
     raise InputError(
-      f'{key}: weights are split over {replica.size} devices there, and {len(train_devices)} training devices are no '
-      'multiple of that; take a smaller tensor or expert axis'
+      f'config.mesh.rollout: weights are split over {replica.size} devices there, and {len(train_devices)} training '
+      'devices are no multiple of that; take a smaller tensor or expert axis'
     )
   mesh = Mesh(
     train.mesh.devices.reshape(copies, *replica.devices.shape),

@@ -173,17 +173,13 @@ class Turns:
     False for templates that change earlier turns, for example by dropping the reasoning. Training then reads the tokens
     as they were sampled.
     """
-    user = [{'role': 'user', 'content': 'a'}]
-
-    def assistant(text: str) -> dict:
-      return {'role': 'assistant', 'content': text, **self._call}
-
-    end = self._text([self.end_id])
-    by_turn = ''.join([self._render(user, True), 'b', end, self._text(self.answers([('tool', 'x')])), 'c', end])
     if self._call:
-      return False  # The rendering also has the text of the call.
-    conversation = [*user, assistant('b'), _result('tool', 'x'), assistant('c')]
-    return self._render(conversation, False).startswith(by_turn)
+      return False  # A rendering of the whole conversation also has the text of the call.
+    user = {'role': 'user', 'content': 'a'}
+    first, second = ({'role': 'assistant', 'content': text} for text in 'bc')
+    end = self._text([self.end_id])
+    by_turn = ''.join([self._render([user], True), 'b', end, self._text(self.answers([('tool', 'x')])), 'c', end])
+    return self._render([user, first, _result('tool', 'x'), second], False).startswith(by_turn)
 
   def break_special_tokens(self, text: str) -> str:
     """Inserts a space into text that looks like a special token, so that a tool cannot forge one."""

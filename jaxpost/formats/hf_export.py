@@ -27,7 +27,6 @@ from jaxpost.storage import object_store, seals
 if TYPE_CHECKING:
   from jaxpost.formats.multimodal import Origin
   from jaxpost.formats.tensor_layout import Stored
-  from jaxpost.models.config import CustomConfig, ModelConfig
   from jaxpost.models.model import Model
   from jaxpost.models.parameters import Param
 
@@ -81,7 +80,10 @@ def save(
     if staged is not None:
       config = config_export.to_hf(model.config, stop_ids, bos_id, pad_id)
       _write_configs(staged, config, dtype, generation or {}, origin)
-      _write_card(staged, pathlib.PurePath(str(folder)).name, model.config)
+      task = 'text-classification' if model.config.num_labels else 'text-generation'
+      facts = f'library_name: transformers\npipeline_tag: {task}\ntags:\n- {model.config.family}\n{_MARK}'
+      title = pathlib.PurePath(str(folder)).name
+      (staged / _CARD).write_text(f'---\n{facts}\n---\n\n# {title}\n', encoding='utf-8')
       if tokenizer_save is not None:
         tokenizer_save(staged)
       if origin is not None:
@@ -230,11 +232,3 @@ def _write_configs(
   object_store.write_json(staged / 'config.json', origin.completed(config) if origin else config)
   ids = {k: config[k] for k in ('bos_token_id', 'eos_token_id', 'pad_token_id') if config[k] is not None}
   object_store.write_json(staged / _GENERATION, generation | ids)
-
-
-def _write_card(staged: pathlib.Path, name: str, cfg: ModelConfig | CustomConfig) -> None:
-  task = 'text-classification' if cfg.num_labels else 'text-generation'
-  (staged / _CARD).write_text(
-    f'---\nlibrary_name: transformers\npipeline_tag: {task}\ntags:\n- {cfg.family}\n{_MARK}\n---\n\n# {name}\n',
-    encoding='utf-8',
-  )

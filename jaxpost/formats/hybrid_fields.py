@@ -70,14 +70,8 @@ def completed(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]
   Raises:
     InputError: for a pattern of layers that is impossible; it names the field.
   """
-  complete = {
-    'delta': _complete_delta,
-    'kimi': _complete_kimi,
-    'convolution': _complete_convolution,
-    'state_space': _complete_state_space,
-    'nemotron': _complete_nemotron,
-  }
-  return raw | complete[_kind(family)](raw, where)
+  complete, _ = _READERS[_kind(family)]
+  return raw | complete(raw, where)
 
 
 def _complete_delta(raw: dict[str, Any], where: str) -> dict[str, Any]:
@@ -190,17 +184,11 @@ def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> M
     raise InputError(f'{where}: {name}={raw[name]!r} is not supported (only {supported})')
   kind = _kind(family)
   types = [_SPELLINGS.get(name, name) for name in raw['layer_types']]
-  readers = {
-    'delta': _read_delta,
-    'kimi': _read_kimi,
-    'convolution': _read_convolution,
-    'state_space': _read_state_space,
-    'nemotron': _read_nemotron,
-  }
   if kind != 'state_space' or {*types} != {FULL}:  # a Granite 4 may have no other mixer, and then is a plain model
     mixers = _mixers(types, cfg, where, family)
     cfg = HybridConfig(**vars(cfg) | _sizes(raw, kind, where) | family.mixer | dict(mixers=mixers))
-  return dataclasses.replace(cfg, **readers[kind](raw, cfg, where))
+  _, read_others = _READERS[kind]
+  return dataclasses.replace(cfg, **read_others(raw, cfg, where))
 
 
 def _mixers(types: list[str], cfg: ModelConfig, where: str, family: Family) -> tuple[str, ...]:
@@ -306,6 +294,16 @@ def _read_nemotron(raw: dict[str, Any], cfg: HybridConfig, where: str) -> dict[s
     assert cfg.experts  # n_routed_experts is not 0
     experts = dataclasses.replace(cfg.experts, shared=1, shared_size=shared_size, latent=latent or 0)
   return dict(experts=experts, step_min=float(step_min), layer_ropes=(-1,) * cfg.num_layers)
+
+
+# Kind -> (function that adds what config.json leaves out, function that reads what `_SIZES` and `_TYPES` leave out).
+_READERS = {
+  'delta': (_complete_delta, _read_delta),
+  'kimi': (_complete_kimi, _read_kimi),
+  'convolution': (_complete_convolution, _read_convolution),
+  'state_space': (_complete_state_space, _read_state_space),
+  'nemotron': (_complete_nemotron, _read_nemotron),
+}
 
 
 def write(cfg: ModelConfig, family: Family) -> dict[str, Any]:

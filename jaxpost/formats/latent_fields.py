@@ -69,7 +69,11 @@ def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> L
   latent = sizes(raw, cfg, where)
   if 'index_topk' not in family.fields:
     return LatentConfig(**vars(cfg) | latent)
-  _check_indexer(raw, where)
+  for field in (*INDEX_SIZES, 'q_lora_rank'):  # the indexer projects its queries from the query latent
+    check_whole(raw[field], field, where)
+  size, rotated = raw['index_head_dim'], raw['qk_rope_head_dim']
+  if size < rotated:
+    raise InputError(f'{where}: index_head_dim={size} must be at least qk_rope_head_dim={rotated}')
   indexer = dict(
     index_heads=raw['index_n_heads'],
     index_dim=raw['index_head_dim'],
@@ -81,7 +85,11 @@ def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> L
 
 def sizes(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str, Any]:
   """Returns the sizes of latent attention, fields of LatentConfig and of HybridConfig; see `read`."""
-  _check_types(raw, where)
+  for field in SIZES:
+    check_whole(raw[field], field, where)
+  if raw['q_lora_rank'] is not None:  # without a rank, queries are projected in one step
+    check_whole(raw['q_lora_rank'], 'q_lora_rank', where)
+  check_boolean(raw.get('rope_interleave', True), 'rope_interleave', where)
   _check_combinations(raw, cfg, where)
   size = raw['qk_nope_head_dim'] + raw['qk_rope_head_dim']
   return dict(
@@ -92,22 +100,6 @@ def sizes(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str, Any]:
     rope_dim=raw['qk_rope_head_dim'],
     v_dim=raw['v_head_dim'],
   )
-
-
-def _check_types(raw: dict[str, Any], where: str) -> None:
-  for field in SIZES:
-    check_whole(raw[field], field, where)
-  if raw['q_lora_rank'] is not None:  # without a rank, queries are projected in one step
-    check_whole(raw['q_lora_rank'], 'q_lora_rank', where)
-  check_boolean(raw.get('rope_interleave', True), 'rope_interleave', where)
-
-
-def _check_indexer(raw: dict[str, Any], where: str) -> None:
-  for field in (*INDEX_SIZES, 'q_lora_rank'):  # the indexer projects its queries from the query latent
-    check_whole(raw[field], field, where)
-  size, rotated = raw['index_head_dim'], raw['qk_rope_head_dim']
-  if size < rotated:
-    raise InputError(f'{where}: index_head_dim={size} must be at least qk_rope_head_dim={rotated}')
 
 
 def _check_combinations(raw: dict[str, Any], cfg: ModelConfig, where: str) -> None:

@@ -65,20 +65,13 @@ def text_config(raw: dict[str, Any]) -> dict[str, Any]:
     text['tie_word_embeddings'] = raw['tie_word_embeddings']
   for name in ('rope_scaling', 'rope_parameters'):
     if isinstance(text.get(name), dict):
-      text[name] = _plain_rope(text[name])
+      block = {k: v for k, v in text[name].items() if k not in _SECTIONS}
+      text[name] = block | {key: 'default' for key in ('type', 'rope_type') if block.get(key) == 'mrope'}
   return {**_DEFAULTS.get(text['model_type'], {}), **text}
 
 
 def _unquantized(config: dict[str, Any]) -> dict[str, Any]:
   return {k: v for k, v in config.items() if k != 'quantization_config'}
-
-
-def _plain_rope(block: dict[str, Any]) -> dict[str, Any]:
-  kept = {k: v for k, v in block.items() if k not in _SECTIONS}
-  for key in ('type', 'rope_type'):
-    if kept.get(key) == 'mrope':
-      kept[key] = 'default'
-  return kept
 
 
 def text_name(name: str) -> str | None:

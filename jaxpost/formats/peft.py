@@ -15,7 +15,7 @@ import math
 import pathlib
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import safetensors.numpy
@@ -80,17 +80,18 @@ def read_spec(folder: epath.PathLike, cfg: ModelConfig) -> tuple:
   raw = object_store.read_json(folder / CONFIG)
   _check_config(folder / CONFIG, raw, cfg)
   with contextlib.ExitStack() as stack:
-    opened = _open(folder, raw, cfg, stack)
-    targets = opened.adapted()
-    if not targets:
-      example = next(iter(opened.places.values())).names[0]
+    tensors, places, target_names = _open(folder, raw, cfg, stack)
+    paths = [path for path, stored in places.items() if path.endswith('/a') and stored.names[0] in tensors]
+    if not paths:
+      example = next(iter(places.values())).names[0]
       raise peft_layout.other_model(folder, f'no tensor like {example} is in it')
-    if len({name.partition('/')[0] for name in opened.target_names.values()}) == 1:  # one stack needs no name
+    targets = [target_names[path.removeprefix(f'{parameters.ADAPTER_ROOT}/').removesuffix('/a')] for path in paths]
+    if len({name.partition('/')[0] for name in target_names.values()}) == 1:  # one stack needs no name
       targets = [name.partition('/')[2] for name in targets]
     spec = (raw['r'], float(raw['lora_alpha']), bool(raw.get('use_rslora')), '|'.join(targets))
     plain = model_lib.build(dataclasses.replace(cfg, lora=()))
     model = lora.with_adapters(plain, dataclasses.replace(cfg, lora=spec))
-    _check_tensors(folder, peft_layout.layout(model, _modules_with_own_a(raw)), opened.tensors)
+    _check_tensors(folder, peft_layout.layout(model, _modules_with_own_a(raw)), tensors)
   return spec
 
 
@@ -109,7 +110,7 @@ def load(folder: epath.PathLike, model: Model, shardings: dict, write: Callable 
   seals.warn(folder, [CONFIG])
   with contextlib.ExitStack() as stack:
     raw = object_store.read_json(folder / CONFIG)
-    tensors = _open(folder, raw, model.config, stack).tensors
+    tensors, _, _ = _open(folder, raw, model.config, stack)
     places = peft_layout.layout(model, _modules_with_own_a(raw))
     _check_tensors(folder, places, tensors)
     _check_columns(folder, places, tensors)
@@ -121,27 +122,21 @@ def load(folder: epath.PathLike, model: Model, shardings: dict, write: Callable 
     )
 
 
-class _Folder(NamedTuple):
-  """The tensors of an open folder, and the places of all adapters that the model could have."""
+def _open(
+  folder: epath.Path, raw: dict, cfg: ModelConfig, stack: contextlib.ExitStack
+) -> tuple[dict, dict[str, Stored], dict[str, str]]:
+  """Opens the tensors of a folder, which are closed with `stack`.
 
-  tensors: dict  # name -> open tensor
-  places: dict[str, Stored]  # path of an adapter row -> its place
-  target_names: dict[str, str]  # path of a matrix -> its name in `config.lora.targets`
-
-  def adapted(self) -> list[str]:
-    """Returns the target names of the matrices whose A is in the folder."""
-    paths = [p for p, stored in self.places.items() if p.endswith('/a') and stored.names[0] in self.tensors]
-    return [self.target_names[p.removeprefix(f'{parameters.ADAPTER_ROOT}/').removesuffix('/a')] for p in paths]
-
-
-def _open(folder: epath.Path, raw: dict, cfg: ModelConfig, stack: contextlib.ExitStack) -> _Folder:
-  """Opens the tensors of a folder, which are closed with `stack`."""
+  Returns:
+    {name: open tensor}; {path of an adapter row: its place} of all adapters that the model could have; and {path of a
+    matrix: its name in `config.lora.targets`}.
+  """
   table = transformer.param_table(dataclasses.replace(cfg, lora=()))
   target_names = {path: lora.target_name(path, table[path]) for path in lora.targets(table)}
   all_targets = dataclasses.replace(cfg, lora=(1, 1.0, False, '|'.join(target_names.values())))
   places = tensor_layout.table(cfg, lora.adapter_rows(table, all_targets))
   tensors = model_folder.open_file(folder / WEIGHTS, stack)
-  return _Folder(peft_experts.split(folder, raw, tensors, places, cfg), places, target_names)
+  return peft_experts.split(folder, raw, tensors, places, cfg), places, target_names
 
 
 def _modules_with_own_a(raw: dict) -> set[str]:

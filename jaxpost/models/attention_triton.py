@@ -74,15 +74,11 @@ def attend(
     [B, T, H, hv].
   """
   sinks = sinks if sinks is None else sinks.astype(jnp.float32)
-  static = _Static(window, cfg.attention_softcap, tiles or _tiles(q.shape[3], v.shape[3]), interpret)
+  if tiles is None and max(q.shape[3], v.shape[3]) > 128:
+    tiles = Tiles(forward=(64, 64, 8, 1), queries=(32, 32, 4, 1), keys=(32, 32, 4, 1))
+  static = _Static(window, cfg.attention_softcap, tiles or Tiles(), interpret)
   bounds = attention_bounds.of_rows(rows, window)
   return _attend(static, (q, k, v), sinks, bounds)
-
-
-def _tiles(size: int, values: int) -> Tiles:
-  if max(size, values) <= 128:
-    return Tiles()
-  return Tiles(forward=(64, 64, 8, 1), queries=(32, 32, 4, 1), keys=(32, 32, 4, 1))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -114,23 +110,25 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 # -------------------------------------------------------------------- kernels
 
 
-def _load(ref: Any, size: int) -> jax.Array:
-  """Reads a block [n, h padded to a power of 2]; its columns from `size` on are 0."""
-  if ref.shape[-1] == size:
+def load(ref: Any, size: int, rows: jax.Array | None = None) -> jax.Array:
+  """Reads a block [n, h padded to a power of 2]; columns from `size` on, and rows where `rows` is False, are 0."""
+  if rows is None and ref.shape[-1] == size:
     return ref[...]
-  return plgpu.load(ref, mask=_column_mask(ref, size), other=0)
+  return plgpu.load(ref, mask=_mask(ref, size, rows), other=0)
 
 
-def _store(ref: Any, x: jax.Array, size: int) -> None:
+def store(ref: Any, x: jax.Array, size: int, rows: jax.Array | None = None) -> None:
+  """Writes the part of a block that `load` reads."""
   x = x.astype(ref.dtype)
-  if ref.shape[-1] == size:
+  if rows is None and ref.shape[-1] == size:
     ref[...] = x
   else:
-    plgpu.store(ref, x, mask=_column_mask(ref, size))
+    plgpu.store(ref, x, mask=_mask(ref, size, rows))
 
 
-def _column_mask(ref: Any, size: int) -> jax.Array:
-  return jnp.broadcast_to((jnp.arange(ref.shape[-1]) < size)[None], ref.shape)
+def _mask(ref: Any, size: int, rows: jax.Array | None) -> jax.Array:
+  columns = (jnp.arange(ref.shape[-1]) < size)[None]
+  return jnp.broadcast_to(columns if rows is None else rows[:, None] & columns, ref.shape)
 
 
 def _dot(a: jax.Array, b: jax.Array, trans_a: bool = False, trans_b: bool = False) -> jax.Array:
@@ -184,15 +182,15 @@ def _forward_kernel(
   rows, cols, *_ = static.tiles.forward
   size, values = dims
   begin = pl.program_id(0) * rows
-  q, query_places = _load(q_ref, size), begin + jnp.arange(rows)
+  q, query_places = load(q_ref, size), begin + jnp.arange(rows)
   first_key, query_ids = first_key_ref[...], _ids(ids_ref, pl.ds(begin, rows))
 
   def step(j, carry):
     keys = pl.ds(j * cols, cols)
-    s, _ = scores(q, _load(k_ref.at[keys], size), static.cap)
+    s, _ = scores(q, load(k_ref.at[keys], size), static.cap)
     key_places = j * cols + jnp.arange(cols)
     mask = visible(query_places, first_key, key_places, query_ids, _ids(ids_ref, keys), window=static.window)
-    return add_keys(carry, jnp.where(mask, s * LOG2_E, MASKED_LOGIT), _load(v_ref.at[keys], values))
+    return add_keys(carry, jnp.where(mask, s * LOG2_E, MASKED_LOGIT), load(v_ref.at[keys], values))
 
   carry = nothing(rows, v_ref.shape[-1])
   out, max_score, total = _over_keys(step, carry, min_key_ref, gap_ref, cols=cols, high=pl.cdiv(begin + rows, cols))
@@ -201,7 +199,7 @@ def _forward_kernel(
     new_max = jnp.maximum(max_score, sink)
     rescale = jnp.exp2(max_score - new_max)
     out, total, max_score = out * rescale[:, None], total * rescale + jnp.exp2(sink - new_max), new_max
-  _store(out_ref, out / total[:, None], values)
+  store(out_ref, out / total[:, None], values)
   lse2_ref[...] = max_score + jnp.log2(total)
 
 
@@ -211,22 +209,22 @@ def _queries_kernel(
   rows, cols, *_ = static.tiles.queries
   size, values = dims
   begin = pl.program_id(0) * rows
-  q, g, query_places = _load(q_ref, size), _load(g_ref, values), begin + jnp.arange(rows)
+  q, g, query_places = load(q_ref, size), load(g_ref, values), begin + jnp.arange(rows)
   first_key, query_ids = first_key_ref[...], _ids(ids_ref, pl.ds(begin, rows))
   lse2, delta = lse2_ref[...], delta_ref[...]
 
   def step(j, dq):
     keys = pl.ds(j * cols, cols)
-    k = _load(k_ref.at[keys], size)
+    k = load(k_ref.at[keys], size)
     s, slope = scores(q, k, static.cap)
     key_places = j * cols + jnp.arange(cols)
     mask = visible(query_places, first_key, key_places, query_ids, _ids(ids_ref, keys), window=static.window)
     weights = jnp.exp2(jnp.where(mask, s * LOG2_E, MASKED_LOGIT) - lse2[:, None])
-    ds = weights * (_dot(g, _load(v_ref.at[keys], values), trans_b=True) - delta[:, None]) * slope
+    ds = weights * (_dot(g, load(v_ref.at[keys], values), trans_b=True) - delta[:, None]) * slope
     return dq + _dot(ds.astype(k.dtype), k)
 
   carry = jnp.zeros((rows, q_ref.shape[-1]), jnp.float32)
-  _store(dq_ref, _over_keys(step, carry, min_key_ref, gap_ref, cols=cols, high=pl.cdiv(begin + rows, cols)), size)
+  store(dq_ref, _over_keys(step, carry, min_key_ref, gap_ref, cols=cols, high=pl.cdiv(begin + rows, cols)), size)
 
 
 def _keys_kernel(
@@ -235,7 +233,7 @@ def _keys_kernel(
   rows, cols, *_ = static.tiles.keys
   size, values = dims
   begin = pl.program_id(0) * cols
-  k, v, key_places = _load(k_ref, size), _load(v_ref, values), begin + jnp.arange(cols)
+  k, v, key_places = load(k_ref, size), load(v_ref, values), begin + jnp.arange(cols)
   key_ids = _ids(ids_ref, pl.ds(begin, cols))
   low, high = begin // rows, max_q_ref[pl.program_id(0)] // rows + 1
   count = high - low
@@ -245,7 +243,7 @@ def _keys_kernel(
     # One loop over (query head of the group) x (block of queries).
     head, i = n // count, low + n % count
     queries = pl.ds(i * rows, rows)
-    q, g = _load(q_ref.at[queries, head], size), _load(g_ref.at[queries, head], values)
+    q, g = load(q_ref.at[queries, head], size), load(g_ref.at[queries, head], values)
     s, slope = scores(q, k, static.cap)
     query_places, first_key = i * rows + jnp.arange(rows), first_key_ref[queries]
     mask = visible(query_places, first_key, key_places, _ids(ids_ref, queries), key_ids, window=static.window)
@@ -256,8 +254,8 @@ def _keys_kernel(
 
   zeros = jnp.zeros((cols, k_ref.shape[-1]), jnp.float32), jnp.zeros((cols, v_ref.shape[-1]), jnp.float32)
   dk, dv = jax.lax.fori_loop(0, q_ref.shape[1] * count, step, zeros)
-  _store(dk_ref, dk, size)
-  _store(dv_ref, dv, values)
+  store(dk_ref, dk, size)
+  store(dv_ref, dv, values)
 
 
 # ---------------------------------------------------------------------- calls

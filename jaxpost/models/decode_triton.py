@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpost.distributed.mesh import Layout
 from jaxpost.models import attention_triton
+from jaxpost.models.attention_triton import load
 from jaxpost.models.attention_xla import scale_queries
 from jaxpost.types import MASKED_LOGIT
 
@@ -230,7 +231,7 @@ def _kernel(
   if window:
     first = jnp.maximum(0, position - position % window if cfg.chunked else position - window + 1)
   real = jnp.arange(q_ref.shape[0]) < group
-  q = scale_queries(_load(q_ref, real, size).astype(jnp.float32), cfg).astype(k_ref.dtype)
+  q = scale_queries(load(q_ref, size, real).astype(jnp.float32), cfg).astype(k_ref.dtype)
 
   def add(carry, keys, vals, mask):
     s, _ = attention_triton.scores(q, keys, cfg.attention_softcap)
@@ -239,12 +240,12 @@ def _kernel(
   def add_cached(j, carry):
     entries, places = pl.ds(j * _ENTRIES, _ENTRIES), j * _ENTRIES + jnp.arange(_ENTRIES)
     mask = (places >= first) & (places < filled)
-    return add(carry, _load(k_ref.at[entries], mask, size), _load(v_ref.at[entries], mask, values), mask)
+    return add(carry, load(k_ref.at[entries], size, mask), load(v_ref.at[entries], values, mask), mask)
 
   def add_recent(carry):
     steps = jnp.arange(new_k_ref.shape[0])
     mask = (steps <= step) & (filled + steps >= first)
-    return add(carry, _load(new_k_ref, mask, size), _load(new_v_ref, mask, values), mask)
+    return add(carry, load(new_k_ref, size, mask), load(new_v_ref, values, mask), mask)
 
   low, high = first // _ENTRIES, pl.cdiv(filled, _ENTRIES)
   blocks_per_part = pl.cdiv(high - low, parts)
@@ -253,14 +254,5 @@ def _kernel(
   carry = jax.lax.fori_loop(begin, jnp.minimum(high, begin + blocks_per_part), add_cached, carry)
   out, max_score, total = jax.lax.cond(part == 0, add_recent, lambda carry: carry, carry)
   total = jnp.where(total > 0, total, 1)  # part 0 has at least the token itself; others may have no entries
-  plgpu.store(out_ref, (out / total[:, None]).astype(out_ref.dtype), mask=_mask(out_ref, real, values))
+  attention_triton.store(out_ref, out / total[:, None], values, real)
   plgpu.store(lse2_ref, max_score + jnp.log2(total), mask=real)
-
-
-def _mask(ref, rows, size: int) -> jax.Array:
-  return jnp.broadcast_to(rows[:, None] & (jnp.arange(ref.shape[-1]) < size)[None], ref.shape)
-
-
-def _load(ref, rows, size: int) -> jax.Array:
-  """Reads a block [n, h padded to a power of 2]; rows where `rows` is False, and columns from `size` on, are 0."""
-  return plgpu.load(ref, mask=_mask(ref, rows, size), other=0)

@@ -102,7 +102,7 @@ def groups_of_rows(
     [E, D, F], zeros for groups without rows.
   """
   (_, inputs), outputs = x.shape, g.shape[1]
-  tile = _matrix_tile(inputs, outputs)
+  tile = _Tile(_side(128, inputs), _side(128, outputs), 64, warps=8 if min(inputs, outputs) > 64 else 4)
   places = _Places(pl.cdiv(inputs, tile.rows), pl.cdiv(outputs, tile.columns))
   ends = jnp.cumsum(sizes)
   return pl.pallas_call(
@@ -121,10 +121,6 @@ def _tile(rows: int, width: int, inner: int) -> _Tile:
   if rows >= 192:
     return _Tile(128, columns, depth, warps=8)
   return _Tile(64 if rows >= 48 else 16, columns, depth, warps=4)
-
-
-def _matrix_tile(inputs: int, outputs: int) -> _Tile:
-  return _Tile(_side(128, inputs), _side(128, outputs), 64, warps=8 if min(inputs, outputs) > 64 else 4)
 
 
 def _side(limit: int, size: int) -> int:

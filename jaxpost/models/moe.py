@@ -173,7 +173,10 @@ def _apply_on_mesh(
   size = layout.mesh.shape['expert']
   num_local = cfg.experts.num // size
   first = jax.lax.axis_index('expert') * num_local if size > 1 else 0
-  p = {name: _gather_fsdp(w, specs[name], compute.dtype, layout.reduce_dtype) for name, w in p.items()}
+  p = dict(p)
+  for name, spec in specs.items():
+    if 'fsdp' in spec:
+      p[name] = _gather_fsdp(p[name], tuple(spec).index('fsdp'), compute.dtype, layout.reduce_dtype)
   summed_over = ['expert'] if size > 1 and not tokens_split else []
   if 'tensor' in specs['up']:
     summed_over.append('tensor')
@@ -194,17 +197,13 @@ def _apply_on_mesh(
   return out
 
 
-def _gather_fsdp(w: jax.Array, spec: PartitionSpec, dtype: str, reduce_dtype: str) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather_fsdp(w: jax.Array, axis: int, dtype: str, reduce_dtype: str) -> jax.Array:
   """Gathers a shard of experts over 'fsdp', in `dtype`.
 
   The result is cast back to the type of the parameter, so that its gradient has that type. In the backward pass,
   float32 gradients are summed in `reduce_dtype`.
   """
-  return _gather(w, tuple(spec).index('fsdp'), dtype, reduce_dtype) if 'fsdp' in spec else w
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(w, axis, dtype, reduce_dtype):
   del reduce_dtype
   return jax.lax.all_gather(w.astype(dtype), 'fsdp', axis=axis, tiled=True).astype(w.dtype)
 
@@ -215,7 +214,7 @@ def _gather_backward(axis, dtype, reduce_dtype, residuals, g):
   return (jax.lax.psum_scatter(sent, 'fsdp', scatter_dimension=axis, tiled=True).astype(g.dtype),)
 
 
-_gather.defvjp(lambda *args: (_gather(*args), None), _gather_backward)
+_gather_fsdp.defvjp(lambda *args: (_gather_fsdp(*args), None), _gather_backward)
 
 
 def behind(dense: dict[str, Param], table: dict[str, Param], cfg: ModelConfig) -> dict[str, Param]:

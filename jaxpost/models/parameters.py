@@ -93,8 +93,8 @@ def leaf(tree: dict, path: str) -> Any:
 
 
 def join(tree: dict, other: dict) -> dict:
-  """Merges two nested dicts; where both have a leaf, that of `other` wins."""
-  common = [k for k, v in other.items() if k in tree and isinstance(v, dict)]
+  """Merges two nested dicts; where only one has a dict, or both have a leaf, the entry of `other` wins."""
+  common = [k for k, v in other.items() if isinstance(v, dict) and isinstance(tree.get(k), dict)]
   return tree | other | {k: join(tree[k], other[k]) for k in common}
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxpost.errors import InputError
 from jaxpost.matmul import einsum
-from jaxpost.models.parameters import input_dims, is_mtp, leaf
+from jaxpost.models.parameters import input_dims, is_mtp, join, leaf, nest
 
 if TYPE_CHECKING:
   from jaxpost.models.model import Model
@@ -215,9 +215,7 @@ def check_frozen(model: Model) -> None:
 
 def _view(axes, params) -> dict:
   """Returns the parameters with `QuantizedMatrix` leaves, dequantized on use."""
-  for path, axis in axes.items():
-    params = _put(params, path, QuantizedMatrix(axis=axis, **leaf(params, path)))
-  return params
+  return join(params, nest({path: QuantizedMatrix(axis=axis, **leaf(params, path)) for path, axis in axes.items()}))
 
 
 def convert_params(params: dict, model: Model) -> dict:
@@ -240,11 +238,5 @@ def convert_params(params: dict, model: Model) -> dict:
       x = jax.lax.map(lambda layer: layer.dense(dtype), QuantizedMatrix(axis=axis, **x))
     if model.quantized:
       x = jax.lax.map(functools.partial(quantize, kind=model.quantized, axis=axis), x)
-    params = _put(params, path, x)
+    params = join(params, nest({path: x}))
   return params
-
-
-def _put(tree, path, x):
-  """Returns the tree with the leaf or subtree at the path replaced by x."""
-  key, _, subpath = path.partition('/')
-  return tree | {key: _put(tree[key], subpath, x) if subpath else x}

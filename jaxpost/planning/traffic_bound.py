@@ -56,7 +56,7 @@ def of_program(
   if name == 'prefill':
     return bound((1, *args[1].shape), train=False)
   if name == 'reshard':
-    bridge = make_bridge(placed.train, placed.rollout, 'config.mesh.rollout')
+    bridge = make_bridge(placed.train, placed.rollout)
     return of_reshard(
       model,
       args[0],

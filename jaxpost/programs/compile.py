@@ -105,11 +105,13 @@ class Program:
       return self.outputs
     leaves, tree = jax.tree.flatten(args)
     key = tree, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
-    if key not in self._compiled and self._elsewhere(args):
-      without_shards = jax.tree.map(
-        lambda x: jax.make_array_from_single_device_arrays(x.shape, x.sharding, [], dtype=x.dtype), self.outputs(*args)
-      )
-      self._compiled[key] = lambda *args: without_shards
+    if key not in self._compiled and coordination.process_count() > 1:
+      outputs = self.outputs(*args)
+      if not any(x.sharding.addressable_devices for x in jax.tree.leaves(outputs)):  # all are of other processes
+        without_shards = jax.tree.map(
+          lambda x: jax.make_array_from_single_device_arrays(x.shape, x.sharding, [], dtype=x.dtype), outputs
+        )
+        self._compiled[key] = lambda *args: without_shards
     if key not in self._compiled:
       start = time.perf_counter()
       with self.ledger.begin(self.name):
@@ -126,12 +128,6 @@ class Program:
       self.ledger.add(self.name, args, seconds, compiled, flops, calls=self.calls_per_step, read=self.read)
       self._compiled[key] = self.outputs if self.ledger.dry else compiled
     return self._compiled[key]
-
-  def _elsewhere(self, args) -> bool:
-    """Returns True if all devices of this program belong to other processes."""
-    return coordination.process_count() > 1 and not any(
-      x.sharding.addressable_devices for x in jax.tree.leaves(self.outputs(*args))
-    )
 
   def outputs(self, *args: Any) -> Any:
     """Returns the outputs as `jax.ShapeDtypeStruct`s with shardings, to compile programs that take them."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -65,17 +65,7 @@ def make_extend(model: Model, read: int, layout: Layout, compute: Compute, ledge
     extend_slots = functools.partial(_in_parts, rows=(_CPU if compute.platform == 'cpu' else _ACCELERATOR)[0])
 
   def hidden_of(weights, cache, more):
-    steps = more.tokens.shape[1]
-    recent, hidden = model.decode(
-      weights,
-      cache,
-      cache_storage.empty_block(model, cache.replace(table=None), len(more.tokens), steps),
-      more.tokens,
-      more.filled,
-      step=0,
-      compute=compute,
-      constrain=layout,
-    )
+    recent, hidden = after_tokens(model, weights, cache, more.tokens, more.filled, compute=compute, layout=layout)
     last = jnp.maximum(more.lengths - 1, 0)[:, None, None]
     return cache_storage.stored(recent, compute.platform), jnp.take_along_axis(hidden, last, axis=1)[:, 0]
 
@@ -89,6 +79,18 @@ def make_extend(model: Model, read: int, layout: Layout, compute: Compute, ledge
     return more.tokens.size * flops_per_token(model.config, read)
 
   return Program('extend', extend, ledger, generate.slot_shardings(layout), donate=(1,), flops=flops)
+
+
+def after_tokens(
+  model: Model, weights: Any, cache: Cache, tokens: jax.Array, filled: jax.Array, *, compute: Compute, layout: Layout
+) -> tuple[Cache, jax.Array]:
+  """Reads several tokens [R, T] of each slot in one pass, after the `filled` [R] entries of a cache of these slots.
+
+  Returns:
+    The entries of the tokens, and the hidden state of each [R, T, D].
+  """
+  recent = cache_storage.empty_block(model, cache.replace(table=None), *tokens.shape)
+  return model.decode(weights, cache, recent, tokens, filled, step=0, compute=compute, constrain=layout)
 
 
 def _in_parts(hidden_of, state, new, more: More, table, read: int, rows: int):

@@ -141,7 +141,9 @@ def _choose(logits, scale, highest, sampling: Sampling, uniform, *, forbidden, a
 
   def truncated():
     # Weights are relative to the best token that is not forbidden: forbidden ones may be far more probable.
-    permitted = _forbid(logits * scale[:, None], forbidden)
+    rows = jnp.arange(len(logits))[:, None]
+    masked = jnp.where(forbidden < 0, logits.shape[-1], forbidden)  # an id of -1 masks nothing: it is dropped
+    permitted = (logits * scale[:, None]).at[rows, masked].set(MASKED_LOGIT, mode='drop')
     top = jnp.max(permitted, axis=-1, keepdims=True)
     kept, ids = jnp.where(permitted > MASKED_LOGIT, jnp.exp(permitted - top), 0), []
     kept = jax.lax.cond(
@@ -155,13 +157,6 @@ def _choose(logits, scale, highest, sampling: Sampling, uniform, *, forbidden, a
 
   # The draws are inside of the branches, because a branch that returned the weights would copy them.
   return jax.lax.cond(jnp.any(cuts | greedy) | jnp.any(forbidden >= 0), truncated, untruncated)
-
-
-def _forbid(logits, ids):
-  """Masks logits[s, ids[s, j]]; an id of -1 masks nothing."""
-  size = logits.shape[-1]
-  rows = jnp.arange(len(ids))[:, None]
-  return logits.at[rows, jnp.where(ids < 0, size, ids)].set(MASKED_LOGIT, mode='drop')
 
 
 def _truncate(weights, sampling: Sampling, unroll: bool):

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxpost.models.transformer import flops_per_token
-from jaxpost.programs import generate
+from jaxpost.programs import extend, generate
 from jaxpost.programs import sampling as sampling_lib
-from jaxpost.programs.cache_storage import empty_block, where
+from jaxpost.programs.cache_storage import where
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.programs.generate import Block, DecodeState
 from jaxpost.types import Array
@@ -55,15 +55,8 @@ def make_verify(
 
   def verify(weights, state: DecodeState, draft: Draft, table=None):
     slots, cache = generate.first_slots(state, table, rows=rows, read=read)
-    recent, hidden = model.decode(
-      weights,
-      cache,
-      empty_block(model, state.cache, rows, draft.tokens.shape[1]),
-      draft.tokens,
-      slots.positions,
-      step=0,
-      compute=compute,
-      constrain=layout,
+    recent, hidden = extend.after_tokens(
+      model, weights, cache, draft.tokens, slots.positions, compute=compute, layout=layout
     )
     slots, accepted = _accept(draw, weights, slots, draft, hidden)
     state = generate.with_first_slots(state, slots, recent, table, compute)

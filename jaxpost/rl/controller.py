@@ -84,7 +84,8 @@ class Controller:
     scores = self.scorer.fetch(pending_scores)
     with self.timer('reward'):
       graded = pending.result(scores.reward_model)  # waits for the reward functions
-    self.grader.observe(sampled, self.replay.drawn if self.replay else graded)
+    for observe in self.grader.observers:  # later steps have drawn their prompts: resumed runs draw the same ones
+      observe(sampled, self.replay.drawn if self.replay else graded)
     experience = self.make_experience(graded, scores)
     with self.timer('pack'):
       credit = self.algorithm.credit(experience, self.config)

@@ -33,7 +33,8 @@ class Curriculum:
     rates: row -> pass rate of its last group; rows that were never sampled are drawn.
     passed_over: how many times a row was not drawn, so far.
     per_step: prompts of a step.
-    drawn: number of rows drawn in the current pass over the data.
+    drawn: number of rows drawn in the current pass over the data. The stream counts them, without those that it skips
+      for their length, which train nothing.
   """
 
   kind: str
@@ -69,10 +70,6 @@ class Curriculum:
     if not drawn:
       self.passed_over += 1
     return drawn
-
-  def count_drawn(self) -> None:
-    """Counts a row that was drawn and is a prompt; one that is skipped for its length trains nothing."""
-    self.drawn += 1
 
   def observe(self, pending: PendingRollout, graded: GradedRollout) -> None:
     """Records the pass rates of a graded rollout, and adds `curriculum/*` to its metrics."""

@@ -105,7 +105,9 @@ class Surplus:
       is_varied = varied(verdict_table(round_.results, round_.rewards, self.grader.correct_by))
       surplus = [g for g in np.flatnonzero(is_varied).tolist() if g not in selected]
       if surplus:
-        self.waiting.append(_part(round_, surplus))
+        rollout = merging.merge([round_.rollout], [surplus])
+        graded = [round_.results[g] for g in surplus]
+        self.waiting.append(Round(rollout, from_earlier_step=True, graded=graded))
     self.waiting.sort(key=lambda r: r.rollout.step)
     chosen.info['dynamic_sampling/surplus'] = _num_groups(self.waiting)
     return chosen
@@ -119,12 +121,6 @@ class Surplus:
     self.waiting = [self.grader.submit(rollout_codec.from_text(text)).rounds[0] for text in state]
     for round_ in self.waiting:
       round_.from_earlier_step = True
-
-
-def _part(graded: Round, groups: list[int]) -> Round:
-  """Returns a round of some groups of a graded one."""
-  rollout = merging.merge([graded.rollout], [groups])
-  return Round(rollout, from_earlier_step=True, graded=[graded.results[g] for g in groups])
 
 
 def _num_groups(rounds: list[Round]) -> int:

@@ -65,11 +65,6 @@ class Grader:
     local = self.pool.submit(to_groups(rollout, self.tokenizer, shard), rollout.step)
     return PendingGroups(self.pool, num_groups, local)
 
-  def observe(self, sampled: PendingRollout, graded: GradedRollout) -> None:
-    """Calls the observers. Later steps have drawn their prompts already, so that resumed runs draw the same ones."""
-    for observe in self.observers:
-      observe(sampled, graded)
-
   def close(self) -> None:
     """Ends the worker processes."""
     if self.pool:
@@ -180,13 +175,16 @@ class PendingRollout:
       correct = rollout.verdicts.reshape(rewards.shape)
     weights = {REWARD_MODEL: grader.model_weight} | (grader.pool.weights if grader.pool else {})
     names = results[0].components
+    baseline = None
+    if self.rounds[0].greedy:
+      baseline = np.concatenate([r.greedy.rewards[groups, 0] for r, groups in self._selection()])
     sampled = [group for r in self.rounds if not r.from_earlier_step for group in r.results]
     greedy = [group for r in self.rounds if r.greedy for group in r.greedy.results]
     episode_errors = [] if rollout.errors is None else rollout.errors.tolist()
     return GradedRollout(
       rollout=rollout,
       rewards=rewards.reshape(-1),
-      baseline=self._greedy_rewards(),
+      baseline=baseline,
       verdicts=correct,
       components={name: (weights.get(name, 1.0), reward_table(results, name).reshape(-1)) for name in names},
       results=results,
@@ -195,12 +193,6 @@ class PendingRollout:
       error=next(filter(None, [*(group.error for group in sampled + greedy), *episode_errors]), ''),
       tokenizer=grader.tokenizer,
     )
-
-  def _greedy_rewards(self) -> np.ndarray | None:
-    """[P] float64 rewards of the greedy answers to the selected prompts."""
-    if self.rounds[0].greedy is None:
-      return None
-    return np.concatenate([r.greedy.rewards[groups, 0] for r, groups in self._selection()])
 
   def _selection(self) -> list[tuple[Round, Sequence[int]]]:
     """Returns (round, indices of its groups to train on) of each round."""

@@ -5,7 +5,7 @@ Legend: N sequences, C completion tokens.
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,16 +18,6 @@ from jaxpost.types import Credit, Experience, Prompt, Rollout
 
 _SEAL = b'crc32 %08x\n'
 _LEFT_OUT = ('allowed', 'experts', 'top_ids', 'top_logprobs')  # arrays of a rollout that are large, and never read
-
-
-def make_saver(folder: epath.Path, every: int, temperature: float) -> Callable[[int, Experience, Credit], None]:
-  """Returns a function that saves each `every`-th step into `folder`; `temperature` is that of the run."""
-
-  def save_step(step: int, experience: Experience, credit: Credit):
-    if step % every == 0:
-      save(folder / f'{step}.npz', experience, credit, temperature)
-
-  return save_step
 
 
 def save(path: epath.PathLike, experience: Experience, credit: Credit, temperature: float = 1.0) -> None:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
   from jaxpost.stage.evaluate import Evaluator
   from jaxpost.stage.place import PlacedStage
   from jaxpost.stage.records import Inputs
+  from jaxpost.types import Credit, Experience
 
 
 def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter, params: dict) -> Stage:
@@ -137,13 +138,18 @@ def host_health_of(placed: PlacedStage, roles: Roles, writer: MetricsWriter) -> 
 
 def make_rollout_saver(placed: PlacedStage, workdir: epath.PathLike) -> Callable | None:
   """Returns a function that saves the rollouts of a step; None if `log.rollouts_every` is 0."""
-  config = placed.config
-  every, temperature = config.log.rollouts_every, config.rollout.temperature
+  every, temperature = placed.config.log.rollouts_every, placed.config.rollout.temperature
   if not every or coordination.process_index():
     return None
   from jaxpost.rollout import rollout_files
 
-  return rollout_files.make_saver(epath.Path(workdir) / 'rollouts' / placed.name, every, temperature)
+  folder = epath.Path(workdir) / 'rollouts' / placed.name
+
+  def save_step(step: int, experience: Experience, credit: Credit) -> None:
+    if step % every == 0:
+      rollout_files.save(folder / f'{step}.npz', experience, credit, temperature)
+
+  return save_step
 
 
 def make_parts(

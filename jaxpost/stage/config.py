@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -14,7 +15,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from jaxpost.errors import InputError, type_of
+from jaxpost.data import messages
+from jaxpost.errors import InputError
 from jaxpost.stage.schema import Config
 from jaxpost.storage import seals
 
@@ -49,7 +51,8 @@ def parse(config: Mapping) -> dict[str, Config]:
     config = {k: v for k, v in config.items() if k not in blocks}
   base = _build(Config, config, 'config')
   if not names:
-    name = stage_name(base.algorithm)
+    target = base.algorithm.partition(':')[0]  # 'sft', or the file or module of the user
+    name = pathlib.PurePath(target).stem if target.endswith('.py') else target.rpartition('.')[2]
     _check_name(name, 'config.algorithm')
     return {name: base}
   plain = dataclasses.asdict(base)
@@ -74,14 +77,6 @@ def parse_saved(path: epath.Path) -> dict[str, Config]:
       f'{path}: was written by another version of jaxpost ({e}); start a new run in another --workdir, '
       'or install that version'
     ) from e
-
-
-def stage_name(algorithm: str) -> str:
-  """Returns the name of the stage of a run without `config.stages`: 'sft', or the stem of a user's file."""
-  target = algorithm.partition(':')[0]
-  if target.endswith('.py'):
-    return pathlib.PurePath(target).stem
-  return target.rpartition('.')[2]
 
 
 def resolve(config: Config, defaults: Mapping) -> Config:
@@ -142,6 +137,7 @@ _SECRET = r'\w*(secret|password|passwd|credential|(api|access|private)_?key)\w*(
 _SECRET_IN_TEXT = re.compile(rf'://[^/@\s]*:[^/@\s]+@|[?&]{_SECRET}=', re.I)
 _MAX_NUMBER = 10**12  # a number field without limits of its own lies in [-_MAX_NUMBER, _MAX_NUMBER]
 _FIELDS = frozenset(f.name for f in dataclasses.fields(Config))
+_shown = functools.partial(messages.shown, limit=200)
 
 
 def _check_name(name: str, key: str) -> None:
@@ -251,11 +247,3 @@ def _check_text(name: str, value: str) -> None:
     raise InputError(f'{name}: {value[:40]!r} has a character that is no text (NUL, or half of a surrogate pair)')
   if _SECRET_IN_TEXT.search(value):
     raise _secret(name)
-
-
-def _shown(value: Any) -> str:
-  """Returns a value as short text; `repr` raises for very large integers and deep nesting."""
-  try:
-    return repr(value)[:200]
-  except (ValueError, RecursionError):
-    return f'{type_of(value)} that is too long to show'

@@ -163,8 +163,13 @@ def describe(run: epath.PathLike, stage: str, step: int, folder: str = 'FOLDER')
   }
   lines = [f'<!-- jaxpost: {json.dumps(origin)} -->', '', '| how it was made | |', '|---|---|']
   lines += [f'| {name} | {_cell(value)} |' for name, value in rows.items() if value not in ('', None)]
-  evaluation = _last_evaluation(run, stage, step)
-  if evaluation:
+  evaluations = [
+    row
+    for row in metrics.comparable_rows(run / 'metrics.jsonl')  # without timings
+    if row['stage'] == stage and row['split'] != 'train' and row['step'] <= step
+  ]
+  if evaluations:
+    evaluation = evaluations[-1]
     lines += ['', f'| held-out metric, step {evaluation["step"]} | |', '|---|---|']
     held_out = {name: value for name, value in evaluation.items() if name not in metrics.ROW_KEYS}
     lines += [f'| {name} | {report.number(value)} |' for name, value in held_out.items()]
@@ -179,13 +184,6 @@ def describe(run: epath.PathLike, stage: str, step: int, folder: str = 'FOLDER')
   if is_reward_model:
     lines += ['', _SCORE_POSITIONS.get(config.reward_model.loss, _SCORE_POSITIONS[''])]
   return '\n'.join(lines) + '\n'
-
-
-def _last_evaluation(run: epath.Path, stage: str, step: int) -> dict[str, Any] | None:
-  """Returns the metrics row of the last evaluation up to a step, without timings; None if there is none."""
-  rows = metrics.comparable_rows(run / 'metrics.jsonl')
-  evaluations = [r for r in rows if r['stage'] == stage and r['split'] != 'train' and r['step'] <= step]
-  return evaluations[-1] if evaluations else None
 
 
 def _cell(value: Any) -> str:

@@ -54,7 +54,7 @@ def make_engine(placed: PlacedStage, slots: int = 0) -> NativeEngine:
   if placed.config.mesh.rollout_devices:
     from jaxpost.distributed.bridge import make_bridge
 
-    bridge = make_bridge(placed.train, placed.rollout, 'config.mesh.rollout')
+    bridge = make_bridge(placed.train, placed.rollout)
   return NativeEngine(
     model,
     sampling_inputs.engine_config(

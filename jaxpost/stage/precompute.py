@@ -89,9 +89,7 @@ def precompute(
       )
       # The key has modification times of files, which may differ between hosts.
       path = workdir and epath.Path(workdir) / 'cache' / coordination.broadcast(key)
-      make = functools.partial(
-        read, examples.__getitem__, len(documents), spec.arrays, run, shape.rows, shape.row_length
-      )
+      make = functools.partial(read, examples, spec.arrays, run, shape.rows, shape.row_length)
       if teacher_texts:
         make = functools.partial(teacher_texts.read, spec, run, read)
       documents.fill(examples, load_or_make(path, make))
@@ -99,19 +97,16 @@ def precompute(
 
 
 def read(
-  examples: Callable[[int], Example | None], number: int, fields: Mapping, run: Run, rows: int, row_length: int
+  examples: Sequence[Example | None], fields: Mapping, run: Run, rows: int, row_length: int
 ) -> dict[str, np.ndarray]:
   """Computes {name: [S, ...]} of the tokens that each example reads (`Example.read`), in the order of the examples.
 
-  Args:
-    examples: index -> Example or None, for 0 <= index < `number`.
-    fields: as in `Documents`.
+  fields: as in `Documents`.
   """
   # The empty first part gives arrays their dtype if there are no examples.
   parts = {name: [np.zeros((0, *shape), dtype)] for name, (shape, dtype) in fields.items()}
-  for first in range(0, number, _WINDOW):
-    candidates = map(examples, range(first, min(first + _WINDOW, number)))
-    window = [example for example in candidates if example is not None]
+  for first in range(0, len(examples), _WINDOW):
+    window = [example for example in examples[first : first + _WINDOW] if example is not None]
     for example, arrays in zip(window, _read_window(window, fields, run, rows, row_length)):
       is_read = example.read  # [T] bool
       for name, array in arrays.items():
@@ -137,7 +132,7 @@ def _read_window(
   for start in range(0, len(packed), rows):
     batch_rows = [[indices[i] for i in row] for row in packed[start : start + rows]]
     documents = [[cut_examples[index] for index in row] for row in batch_rows]
-    outputs = run(packing.to_batch(documents, row_length, rows, normalize=False))
+    outputs = run(packing.to_batch(documents, row_length, rows, totals=()))
     for r, row in enumerate(batch_rows):
       column = 0  # where the next document begins in the row
       for index in row:

@@ -82,9 +82,7 @@ def of_checkpoint(folder: epath.Path, step: int | None = None) -> Source:
 
 
 def with_adapter(path: str, source: Source, rank: int = 0) -> Source:
-  """Returns `source` with the adapter of a PEFT folder on top, of this rank (0: any); unchanged if `path` is ''."""
-  if not path:
-    return source
+  """Returns `source` with the adapter of the PEFT folder `path` on top, of this rank (0: any)."""
   from jaxpost.stage import model_folders
 
   config = model_folders.with_adapter(source.config, path, rank)

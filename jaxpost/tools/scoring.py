@@ -74,7 +74,7 @@ class Scorer:
     layout, program = self._program(rows, length)
 
     def placed(batch):
-      return place(layout, rows, packing.to_batch([[example] for example in batch], length, rows, normalize=False))
+      return place(layout, rows, packing.to_batch([[example] for example in batch], length, rows, totals=()))
 
     program.compile(self._weights.params, placed(examples[:rows]))
 
