@@ -8,7 +8,7 @@ import tiny
 
 import jaxpost
 from jaxpost.models import layers
-from jaxpost.programs import rounding
+from jaxpost.programs import noise
 from jaxpost.programs import train as programs
 from jaxpost.types import Batch
 
@@ -20,7 +20,7 @@ def test_stochastic_rounding_is_unbiased():
   for sign in (1, -1):
     for fraction in (0.1, 0.5, 0.93):
       x = jnp.full(40_000, sign * (low + fraction * (high - low)), jnp.float32)
-      rounded = np.asarray(rounding.round_stochastically(x, jax.random.key(1)), np.float32) * sign
+      rounded = np.asarray(noise.round_stochastically(x, jax.random.key(1)), np.float32) * sign
       assert set(rounded.tolist()) == {low, high}
       error = np.sqrt(fraction * (1 - fraction) / len(rounded))
       assert abs((rounded == high).mean() - fraction) < 4 * error
@@ -29,7 +29,7 @@ def test_stochastic_rounding_is_unbiased():
 def test_values_that_bfloat16_can_hold_are_not_changed():
   x = jnp.asarray([0.0, -1.5, 3e38, jnp.inf, -jnp.inf, jnp.nan], jnp.bfloat16)
   for seed in range(20):
-    rounded = rounding.round_stochastically(x.astype(jnp.float32), jax.random.key(seed))
+    rounded = noise.round_stochastically(x.astype(jnp.float32), jax.random.key(seed))
     np.testing.assert_array_equal(np.asarray(rounded, np.float32), np.asarray(x, np.float32))
 
 

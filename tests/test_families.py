@@ -21,7 +21,16 @@ import safetensors.numpy
 import tiny
 
 from jaxpost.errors import InputError
-from jaxpost.formats import config_export, config_fields, config_json, families, hf, hf_export, not_built, tensor_layout
+from jaxpost.formats import (
+  config_export,
+  config_fields,
+  config_json,
+  families,
+  hf,
+  hf_export,
+  other_families,
+  tensor_layout,
+)
 from jaxpost.losses import head_chunk
 from jaxpost.models import config as config_lib
 from jaxpost.models import model as model_lib
@@ -924,7 +933,7 @@ def test_unsupported_or_invalid_config_field_is_refused_by_name(family, fields, 
   assert str(e.value).startswith('config.json: ') and '\n' not in str(e.value)
 
 
-@pytest.mark.parametrize('family, feature', not_built.NEEDED.items())
+@pytest.mark.parametrize('family, feature', other_families.NOT_BUILT.items())
 def test_unsupported_families_are_refused_with_the_feature_they_need(family, feature):
   from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

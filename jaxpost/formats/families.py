@@ -312,19 +312,19 @@ FAMILIES = {
 
 def every() -> dict[str, Family]:
   """Returns all families: `FAMILIES`, and those with layers that Llama lacks, whose tables are imported on demand."""
-  from jaxpost.formats import hybrid_families, latent_families, mixed_families
+  from jaxpost.formats import hybrid_families, other_families
 
-  return FAMILIES | latent_families.FAMILIES | hybrid_families.FAMILIES | mixed_families.FAMILIES
+  return FAMILIES | other_families.FAMILIES | hybrid_families.FAMILIES
 
 
 def find(model_type: object, where: str) -> Family:
   """Returns the family of a `model_type`; InputError, which lists the supported ones, if there is none."""
   if isinstance(model_type, str) and (family := FAMILIES.get(model_type) or every().get(model_type)):
     return family
-  from jaxpost.formats.not_built import NEEDED
+  from jaxpost.formats.other_families import NOT_BUILT
 
-  if isinstance(model_type, str) and model_type in NEEDED:
-    hint = f': it needs {NEEDED[model_type]}'
+  if isinstance(model_type, str) and model_type in NOT_BUILT:
+    hint = f': it needs {NOT_BUILT[model_type]}'
   elif model_type == 'custom':
     hint = '; name the code of your own model in config.model.preset, too'
   else:

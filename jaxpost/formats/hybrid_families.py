@@ -3,7 +3,7 @@
 import dataclasses
 
 from jaxpost.formats.family import DEEPSEEK_ROUTER, MULTIPLIERS, TAKEN_BY_EXPERTS, ExpertFields, Family, fused_experts
-from jaxpost.formats.latent_families import SIZES
+from jaxpost.formats.other_families import SIZES
 
 _DELTA = dict(
   linear_num_key_heads=16,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import InputError
 from jaxpost.formats.config_fields import check_boolean, check_whole
-from jaxpost.formats.latent_families import INDEX_SIZES, SIZES
+from jaxpost.formats.other_families import INDEX_SIZES, SIZES
 from jaxpost.models.attention_configs import LatentConfig
 from jaxpost.models.config import ModelConfig
 

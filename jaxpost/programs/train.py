@@ -258,9 +258,9 @@ def clipped_step(
   clipped = jax.tree.map(lambda g: g * scale, grads)
   updates, opt_state = optimizer.update(clipped, state.opt_state, in_float32(state.params))
   if any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(state.params)):
-    from jaxpost.programs import rounding
+    from jaxpost.programs import noise
 
-    return rounding.apply_updates(state.params, updates, state.step), opt_state
+    return noise.add_rounded(state.params, updates, state.step), opt_state
   return optax.apply_updates(state.params, updates), opt_state
 
 
