@@ -168,10 +168,11 @@ def test_kernels_are_checked_for_each_size_of_heads_and_for_branches(monkeypatch
   monkeypatch.setattr(chip, 'compute_for', lambda *_, **__: compute)
   monkeypatch.setattr(chip.kernel_check, 'trusted', lambda *case: checked.append(case) or 'seen')
   monkeypatch.setattr(chip.grouped_check, 'trusted', lambda *case: 'seen')
+  monkeypatch.setattr(chip.recurrence_check, 'trusted', lambda *case: 'seen')
   row = chip.kernels(1024)
   assert set(row['errors'].values()) == {'seen'} and not row['not_checked']
   expected = {'tiny_gemma4 heads of 32', 'tiny_gemma4 heads of 48', 'gemma4_e2b heads of 256 branches'}
-  expected |= {'tiny_gemma4 heads of 32 decode', 'tiny_gemma4 heads of 48 decode'}
+  expected |= {'tiny_gemma4 heads of 32 decode', 'tiny_gemma4 heads of 48 decode', 'qwen3_5_0_8b recurrence'}
   assert expected <= row['errors'].keys() | row['refused'].keys()
   uses = [(shape.head_dim, shape.branches, kernel) for kernel, shape, _ in checked]
   assert {(48, False, 'triton'), (48, True, 'triton'), (48, False, 'decode')} <= set(uses)

@@ -8,6 +8,7 @@ import children
 import jax
 import jax.numpy as jnp
 import numpy as np
+import proofs
 import pytest
 import tiny
 
@@ -17,14 +18,15 @@ from jaxpost.models import model as model_lib
 from jaxpost.models import recurrence, recurrence_triton
 from jaxpost.stage import place, prepare
 
-KERNEL = recurrence_triton.chunked
-HEADS = recurrence_check.Heads(16, 32, corrected=True)
+KERNEL, TOKEN = recurrence_triton.chunked, recurrence_triton.one_token
+HEADS = recurrence_check.Heads(16, 32, 1, corrected=True)
 SIZES = dict(key_size=16, value_size=16)  # the smallest that the kernel supports
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
   monkeypatch.setattr(recurrence_triton, 'chunked', functools.partial(KERNEL, interpret=True))
+  monkeypatch.setattr(recurrence_triton, 'one_token', functools.partial(TOKEN, interpret=True))
 
 
 def draw(length, heads, groups, size, width):
@@ -78,6 +80,31 @@ def test_kernel_computes_the_same_as_xla(sizes, corrected, dtype, tolerance):
 
 def test_large_values_are_computed_in_parts():
   assert [recurrence_triton._parts(*sizes) for sizes in ((128, 128), (128, 64), (64, 64), (256, 256))] == [2, 1, 1, 8]
+
+
+@pytest.mark.parametrize('channels', [1, 16])
+@pytest.mark.parametrize('corrected', [True, False])
+def test_a_token_computes_the_same_as_xla(corrected, channels):
+  (q, k, v, log_decay, beta), runs, state, _ = draw(1, 2, 2, 16, 32)
+  log_decay = jnp.broadcast_to(log_decay, (*log_decay.shape[:3], channels)) * jnp.arange(1, channels + 1)
+  terms = q, k, v, log_decay, beta
+  expected = recurrence.step(*(x[:, 0] for x in terms), state, corrected=corrected)
+  out, new_state = TOKEN(*terms, runs, state, corrected=corrected, interpret=True)
+  for ours, theirs in zip((out[:, 0], new_state), expected, strict=True):
+    np.testing.assert_allclose(ours, theirs, atol=1e-5 * tiny.largest(theirs))
+
+
+@pytest.mark.parametrize('family', ['qwen3_5_text', 'kimi_linear'])
+def test_slots_sampled_with_the_kernels_have_the_log_probs_of_xla(monkeypatch, interpreted, family):
+  """The kernel for single tokens carries on the state after a prompt, which is a row of XLA for Kimi Linear."""
+  heads = dict(num_kv_heads=2) if family == 'kimi_linear' else {}
+  model = model_lib.build(tiny.hybrid(family, **SIZES, **heads))
+  params = tiny.params(model)
+  with monkeypatch.context() as patch:
+    patch.setattr(tiny, 'EXACT', dataclasses.replace(tiny.EXACT, recurrence_kernel=True))
+    sampler = proofs.engine(model, max_new_tokens=24)
+  sampler.load(params, version=0)
+  proofs.check_slots(model, params, sampler)
 
 
 @pytest.mark.parametrize('family, remat', [('qwen3_5_text', 'dots'), ('granitemoehybrid', 'full')])
@@ -141,11 +168,15 @@ def test_kernel_is_on_for_gpus_in_16_bits_only():
 
 
 def test_heads_that_the_kernel_supports():
-  """A decay of each channel, sizes that are no powers of 2, and convolutions are left to XLA."""
-  heads = {family: recurrence_check.heads(tiny.hybrid(family, **SIZES)) for family in ('qwen3_5_text', 'kimi_linear')}
-  assert heads == {'qwen3_5_text': [(16, 16, True)], 'kimi_linear': []}
-  assert recurrence_check.heads(tiny.hybrid('granitemoehybrid', **SIZES)) == [(16, 16, False)]
+  """Sizes that are no powers of 2 and convolutions are left to XLA, and rows with a decay of each channel."""
+  families = 'qwen3_5_text', 'kimi_linear', 'granitemoehybrid'
+  assert [recurrence_check.heads(tiny.hybrid(family, **SIZES)) for family in families] == [
+    [(16, 16, 1, True)],
+    [(16, 16, 16, True)],
+    [(16, 16, 1, False)],
+  ]
   assert not recurrence_check.heads(tiny.hybrid('qwen3_5_text', key_size=16, value_size=24))
+  assert not recurrence_triton.supports(16, 16, channels=16, tokens=2)
   assert not recurrence_check.heads(tiny.hybrid('lfm2')) and not recurrence_check.heads(tiny.config())
 
 
@@ -154,8 +185,9 @@ def test_a_wrong_kernel_is_not_used(monkeypatch, interpreted, caplog, tmp_path):
   cfg, compute = tiny.hybrid('qwen3_5_text', **SIZES), compute_for('gpu', 'bfloat16', 'none')
   right = recurrence_triton.chunked
 
-  def leaks(*args, runs, **options):  # the state of a document into the next one
-    return right(*args, runs=runs * 0, **options)
+  def leaks(*args, **options):  # the state of a document into the next one
+    *terms, runs, state = args
+    return right(*terms, runs * 0, state, **options)
 
   def unsupported(*args, **options):
     raise NotImplementedError('cannot lower')
@@ -171,13 +203,21 @@ def test_a_wrong_kernel_is_not_used(monkeypatch, interpreted, caplog, tmp_path):
 
 def test_the_errors_of_a_right_kernel_are_small(interpreted):
   errors = recurrence_check.errors(HEADS, 'bfloat16')
-  assert {*errors} == {'out', 'state', 'q', 'k', 'v', 'log_decay', 'beta', 'state before'}
+  of_tokens = {'out of a token', 'state of a token'}
+  assert {*errors} == of_tokens | {'out', 'state', 'q', 'k', 'v', 'log_decay', 'beta', 'state before'}
   assert max(errors.values()) < 0.02 and kernel_check.judge(lambda: errors) == ''
+  by_channel = recurrence_check.errors(HEADS._replace(channels=16), 'bfloat16')
+  assert {*by_channel} == of_tokens and max(by_channel.values()) < 1e-4
 
 
 def test_choices_of_a_run_name_what_computes_the_recurrence(tmp_path):
   choices = {}
-  for name, fields in ('dense', {}), ('hybrid', dict(family='qwen3_5_text', num_layers=3, **SIZES)):
+  kimi = dict(family='kimi_linear', num_layers=3, num_kv_heads=2)
+  for name, fields in (
+    ('dense', {}),
+    ('hybrid', dict(family='qwen3_5_text', num_layers=3) | SIZES),
+    ('kimi', kimi | SIZES),
+  ):
     (prepared,) = prepare.prepare_all(tiny.run_config(tiny.folder(tmp_path / name, **fields)))
     try:
       placed = place.place_stage(prepared)
@@ -190,6 +230,8 @@ def test_choices_of_a_run_name_what_computes_the_recurrence(tmp_path):
     ('dense', 'gpu'): None,
     ('hybrid', 'cpu'): 'XLA (cpu)',
     ('hybrid', 'gpu'): 'kernel (gpu)',
+    ('kimi', 'cpu'): 'XLA (cpu)',
+    ('kimi', 'gpu'): 'kernel for single tokens (gpu)',
   }
 
 

@@ -110,7 +110,9 @@ def without_wrong(
     checks, check: as for `faults`.
   """
   found = zip(checks, faults(checks, compute.dtype, check) if checks else [])
-  wrong = [f'{" x ".join(map(str, shape))} {fault}' for (_, shape), fault in found if fault]
+  wrong = [
+    f'{", ".join(f"{k}={v}" for k, v in shape._asdict().items())}: {fault}' for (_, shape), fault in found if fault
+  ]
   if not wrong:
     return compute
   name, where = checks[0][0], where_it_runs()

@@ -32,11 +32,12 @@ class Heads(NamedTuple):
 
   size: int
   width: int
+  channels: int  # decays of a head
   corrected: bool
 
 
 def verify(compute: Compute, models: Iterable[ModelConfig | CustomConfig]) -> Compute:
-  """Checks the kernel for the heads of each model; returns `compute`, without the kernel if it is wrong.
+  """Checks the kernels for the heads of each model; returns `compute`, without them if they are wrong.
 
   Like `kernel_check.verify`, it checks heads once, and a kernel that is wrong on one process is used on none.
   """
@@ -45,47 +46,66 @@ def verify(compute: Compute, models: Iterable[ModelConfig | CustomConfig]) -> Co
 
 
 def heads(cfg: ModelConfig | CustomConfig) -> list[Heads]:
-  """Returns the heads for which the kernel would run; none for a model without a recurrence that it supports."""
+  """Returns the heads for which a kernel would run; none for a model without a recurrence that a kernel supports."""
   if not cfg.state_shapes or cfg.mixer == 'convolution':
     return []
-  channels = cfg.key_size if cfg.gate_rank else 1
-  supported = recurrence_triton.supports(cfg.key_size, cfg.value_size, channels)
-  return [Heads(cfg.key_size, cfg.value_size, cfg.mixer == 'delta')] if supported else []
+  found = Heads(cfg.key_size, cfg.value_size, cfg.key_size if cfg.gate_rank else 1, cfg.mixer == 'delta')
+  return [found] if recurrence_triton.supports(*found[:3], tokens=1) else []
+
+
+def computed_by(compute: Compute, cfg: ModelConfig) -> str:
+  """Returns what computes the recurrences of a model, in words."""
+  found = heads(cfg) if compute.recurrence_kernel else []
+  if not found:
+    return 'XLA'
+  return 'kernel' if found[0].channels == 1 else 'kernel for single tokens'
 
 
 @functools.cache
 def trusted(name: str, work: Heads, dtype: str) -> str:
-  """Checks the kernel for heads; returns '' if it is right, otherwise what differs from XLA."""
+  """Checks the kernels for heads; returns '' if they are right, otherwise what differs from XLA."""
   del name
   return kernel_check.judge(lambda: errors(work, dtype))
 
 
 def errors(work: Heads, dtype: str) -> dict[str, float]:
-  """Returns the errors of the kernel: of the result ('out'), the state, and the gradients of all inputs.
+  """Returns the errors of the kernels that support these heads: of results, states, and gradients of all inputs.
 
-  An error is the largest difference from XLA in float32 over the largest value.
+  An error is the largest difference from XLA in float32 over the largest value. Single tokens have no gradients.
   """
   draw = kernel_check.normal_numbers()
   rows, kv_heads = 2, 2
   q, k = (draw(rows, _LENGTH, kv_heads, work.size) / work.size**0.5 for _ in range(2))
-  v, log_decay, beta = (draw(rows, _LENGTH, kv_heads * _GROUPS, n) for n in (work.width, 1, 1))
-  log_decay, beta = -jnp.exp(2 * log_decay - 2), jax.nn.sigmoid(beta[..., 0])
+  v, log_decay, beta = (draw(rows, _LENGTH, kv_heads * _GROUPS, n) for n in (work.width, work.channels, 1))
+  terms = *(x.astype(dtype) for x in (q, k, v)), -jnp.exp(2 * log_decay - 2), jax.nn.sigmoid(beta[..., 0])
   state, g_state = (draw(rows, kv_heads * _GROUPS, work.size, work.width) for _ in range(2))
-  q, k, v = (x.astype(dtype) for x in (q, k, v))
   runs = jnp.asarray(np.searchsorted(_ENDS, np.tile(np.arange(_LENGTH), (rows, 1)), side='right'), jnp.int32)
 
-  @functools.partial(jax.jit, compiler_options=kernel_check.compiler_options())
-  def measured(terms, state, g):
-    options = dict(runs=runs, corrected=work.corrected)
-    exact_terms = [x.astype(jnp.float32) for x in terms]
-    expected, expected_vjp = jax.vjp(
-      lambda terms, state: recurrence.chunked(*terms, state=state, dtype='float32', **options), exact_terms, state
-    )
-    found, vjp = jax.vjp(
-      lambda terms, state: recurrence_triton.chunked(*terms, state=state, dtype=dtype, **options), list(terms), state
-    )
-    pairs = zip(*(jax.tree.leaves(x) for x in ((found, vjp(g)), (expected, expected_vjp(g)))))
-    return [jnp.max(jnp.abs(a.astype(jnp.float32) - b)) / jnp.max(jnp.abs(b)) for a, b in pairs]
+  def exact(*args):
+    return recurrence.chunked(*args[:6], state=args[6], dtype='float32', corrected=work.corrected)
 
-  names = 'out', 'state', 'q', 'k', 'v', 'log_decay', 'beta', 'state before'
-  return dict(zip(names, map(float, measured((q, k, v, log_decay, beta), state, (draw(*v.shape), g_state)))))
+  @functools.partial(jax.jit, compiler_options=kernel_check.compiler_options())
+  def of_rows(terms, runs, state, g):
+    fast = functools.partial(recurrence_triton.chunked, dtype=dtype, corrected=work.corrected)
+    (found, vjp), (expected, expected_vjp) = (
+      jax.vjp(lambda terms, state, fn=fn: fn(*terms, runs, state), inputs, state)
+      for fn, inputs in ((fast, terms), (exact, tuple(x.astype(jnp.float32) for x in terms)))
+    )
+    return _errors((found, vjp(g)), (expected, expected_vjp(g)))
+
+  @functools.partial(jax.jit, compiler_options=kernel_check.compiler_options())
+  def of_token(terms, runs, state):
+    terms, runs = [x[:, :1] for x in terms], runs[:, :1]
+    found = recurrence_triton.one_token(*terms, runs, state, corrected=work.corrected)
+    return _errors(found, exact(*terms, runs, state))
+
+  out = {f'{name} of a token': x for name, x in zip(('out', 'state'), of_token(terms, runs, state))}
+  if recurrence_triton.supports(*work[:3], tokens=_LENGTH):
+    names = 'out', 'state', 'q', 'k', 'v', 'log_decay', 'beta', 'state before'
+    out |= zip(names, of_rows(terms, runs, state, (draw(*v.shape), g_state)))
+  return {name: float(x) for name, x in out.items()}
+
+
+def _errors(found, expected) -> list[jax.Array]:
+  pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+  return [jnp.max(jnp.abs(a.astype(jnp.float32) - b)) / jnp.max(jnp.abs(b)) for a, b in pairs]

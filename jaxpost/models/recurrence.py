@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpost.matmul import einsum
-from jaxpost.models.recurrence_chunk import EXACT, Terms, across_chunk, within_chunk
+from jaxpost.models.recurrence_chunk import EXACT, Terms, across_chunk, step_of_head, within_chunk
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
@@ -127,30 +127,29 @@ def step(
   q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array, state: jax.Array, *, corrected: bool
 ) -> tuple[jax.Array, jax.Array]:
   """Computes a recurrence of one token, in float32; arguments and result are those of `chunked`, without T."""
-  groups = v.shape[1] // k.shape[1]
-  q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-  q, k = jnp.repeat(q, groups, axis=1)[..., None], jnp.repeat(k, groups, axis=1)[..., None]
-  state = jnp.exp(log_decay)[..., None] * state
-  u = beta[..., None] * (v - jnp.sum(k * state, axis=2) if corrected else v)
-  state = state + k * u[:, :, None]
-  return jnp.sum(q * state, axis=2), state
+  rows, heads, size = k.shape
+  q, k, v, state = (x.astype(jnp.float32) for x in (q, k, v, state))
+  log_decay = log_decay[..., 0] if log_decay.shape[-1] == 1 else log_decay
+  v, log_decay, beta, state = (x.reshape(rows, heads, -1, *x.shape[2:]) for x in (v, log_decay, beta, state))
+  of_key_head = jax.vmap(functools.partial(step_of_head, corrected=corrected), (0, None, None, 0, 0, 0))
+  state, out = jax.vmap(jax.vmap(of_key_head))(state, q, k, v, log_decay, beta)
+  return out.reshape(rows, -1, out.shape[-1]), state.reshape(rows, -1, size, out.shape[-1])
 
 
 def over_row(
   terms: Terms, runs: jax.Array, *, compute: Compute, layout: Callable, corrected: bool, state: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
   """Computes a recurrence over rows, or for one more token of sequences with a state; see `chunked`."""
-  if state is not None and terms[0].shape[1] == 1:
-    q, k, v, log_decay, beta = (term[:, 0] for term in terms)
-    out, state = step(q, k, v, log_decay, beta, state=state, corrected=corrected)
-    return out[:, None], state
+  q, k, v, log_decay, beta = terms
   if compute.recurrence_kernel:
     from jaxpost.models import recurrence_triton
 
-    _, k, v, log_decay, _ = terms
-    if recurrence_triton.supports(k.shape[3], v.shape[3], log_decay.shape[3]):
+    if recurrence_triton.supports(k.shape[3], v.shape[3], log_decay.shape[3], tokens=k.shape[1]):
       return recurrence_triton.over_mesh(terms, runs, state, layout, dtype=compute.dtype, corrected=corrected)
-  return chunked(*terms, runs=runs, dtype=compute.dtype, corrected=corrected, state=state)
+  if state is None or k.shape[1] > 1:
+    return chunked(*terms, runs=runs, dtype=compute.dtype, corrected=corrected, state=state)
+  out, state = step(q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], beta[:, 0], state=state, corrected=corrected)
+  return out[:, None], state
 
 
 def _chunks(x: jax.Array, chunk: int, *heads: int) -> jax.Array:

@@ -95,6 +95,16 @@ def across_chunk(
   return terms.whole[..., None] * state + product('jd,je->de', terms.to_end * k, u), out
 
 
+def step_of_head(
+  state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array, *, corrected: bool
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the state [d, e] after one token, and its output [e]; log_decay is [] or [d], and the rest as above."""
+  state = jnp.exp(log_decay)[..., None] * state
+  u = beta * (v - jnp.sum(k[:, None] * state, axis=0) if corrected else v)
+  state = state + k[:, None] * u[None, :]
+  return state, jnp.sum(q[:, None] * state, axis=0)
+
+
 def _indices(size: int) -> tuple[jax.Array, jax.Array]:
   """Returns the rows and the columns of a square matrix."""
   return jax.lax.broadcasted_iota('int32', (size, size), 0), jax.lax.broadcasted_iota('int32', (size, size), 1)

@@ -1,4 +1,4 @@
-"""The recurrences of `recurrence.py` over rows for NVIDIA GPUs, in Pallas for Triton.
+"""The recurrences of `recurrence.py` for NVIDIA GPUs, in Pallas for Triton: over rows, and of single tokens.
 
 One program computes some channels of the values of a head, chunk by chunk, and keeps their part of the state in
 registers: the terms of a chunk, for which XLA takes about fifty kernels, are never in main memory. The backward pass
@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpost.distributed.mesh import Layout
 from jaxpost.matmul import precision_of
-from jaxpost.models.recurrence_chunk import Terms, across_chunk, within_chunk
+from jaxpost.models.recurrence_chunk import Terms, across_chunk, step_of_head, within_chunk
 
 _CHUNK = 32  # a chunk of 64 tokens does not fit the registers
 _STATE = 8192  # elements of the state of a program
@@ -37,25 +37,75 @@ class _Static(NamedTuple):
   interpret: bool
 
 
-def supports(size: int, width: int, channels: int) -> bool:
-  """Returns whether the kernels support heads with keys and values of these sizes and decays of so many channels."""
-  return channels == 1 and all(16 <= n <= 256 and n & (n - 1) == 0 for n in (size, width))
+def supports(size: int, width: int, channels: int, tokens: int) -> bool:
+  """Returns whether the kernels support heads whose keys and values have these sizes, in rows of so many tokens.
+
+  channels: decays of a head; if there are several, `one_token` supports them.
+  """
+  return (channels == 1 or tokens == 1) and all(16 <= n <= 256 and n & (n - 1) == 0 for n in (size, width))
 
 
 def over_mesh(
   terms: Terms, runs: jax.Array, state: jax.Array | None, layout: Callable, *, dtype: str, corrected: bool
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes `chunked` on each device's rows and heads."""
+  """Computes rows, or one more token of sequences with a state, on each device's rows and heads."""
   q, k, v, *_ = terms
+  if state is not None and k.shape[1] == 1:
+    run = functools.partial(one_token, corrected=corrected)
+  else:
+    run = functools.partial(chunked, dtype=dtype, corrected=corrected)
   if state is None:
     state = jnp.zeros((len(q), v.shape[2], q.shape[3], v.shape[3]))
-  run = functools.partial(chunked, dtype=dtype, corrected=corrected)
   if isinstance(layout, Layout) and layout.mesh.size > 1:
     rows, _, heads, _ = layout.spec(('batch', None, 'heads', None), k.shape)
     of_tokens, of_state = PartitionSpec(rows, None, heads), PartitionSpec(rows, heads)
     in_specs, out_specs = (*[of_tokens] * 5, PartitionSpec(rows), of_state), (of_tokens, of_state)
     run = jax.shard_map(run, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
   return run(*terms, runs, state)
+
+
+def one_token(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  log_decay: jax.Array,
+  beta: jax.Array,
+  runs: jax.Array,
+  state: jax.Array,
+  *,
+  corrected: bool,
+  interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+  """Computes `recurrence.chunked` of one token, with one pass over the state, in whose memory the new state is.
+
+  interpret: run it on the CPU, for tests.
+  """
+  del runs
+  (slots, heads, size, width), group = state.shape, v.shape[2] // k.shape[2]
+  parts = _parts(size, width)
+  keys = pl.BlockSpec((None, None, None, size), lambda p, h, b: (b, 0, h // group, 0))
+  values = pl.BlockSpec((None, None, None, width // parts), lambda p, h, b: (b, 0, h, p))
+  decays = pl.BlockSpec((None, None, None, log_decay.shape[3]), lambda p, h, b: (b, 0, h, 0))
+  steps = pl.BlockSpec((None, None, 1), lambda p, h, b: (b, 0, h))
+  states = pl.BlockSpec((None, None, size, width // parts), lambda p, h, b: (b, h, 0, p))
+  out, state = pl.pallas_call(
+    functools.partial(_token_kernel, corrected=corrected),
+    grid=(parts, heads, slots),
+    in_specs=[keys, keys, values, decays, steps, states],
+    out_specs=[values, states],
+    out_shape=[jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (v, state)],
+    input_output_aliases={5: 1},
+    compiler_params=plgpu.CompilerParams(num_warps=4),
+    interpret=interpret,
+    name='recurrence_token',
+  )(q, k, v, log_decay, beta, state)
+  return out, state
+
+
+def _token_kernel(q_ref, k_ref, v_ref, log_decay_ref, beta_ref, state_ref, out_ref, new_state_ref, *, corrected: bool):
+  q, k, v = (ref[...].astype(jnp.float32) for ref in (q_ref, k_ref, v_ref))
+  log_decay = log_decay_ref[0] if log_decay_ref.shape == (1,) else log_decay_ref[...]
+  new_state_ref[...], out_ref[...] = step_of_head(state_ref[...], q, k, v, log_decay, beta_ref[0], corrected=corrected)
 
 
 def chunked(

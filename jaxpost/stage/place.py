@@ -85,20 +85,13 @@ class PlacedStage(PreparedStage):
     out['model.attention'] = ', '.join([out['model.attention'], *self._attention_by_xla()])
     if self.model.config.experts:
       out['experts'] = chosen('kernel' if compute.grouped_kernel else 'XLA')
-    if recurrence := self._recurrence():
-      out['recurrence'] = chosen(recurrence)
+    if self.model.config.state_shapes and self.model.config.mixer != 'convolution':
+      from jaxpost.hardware import recurrence_check
+
+      out['recurrence'] = chosen(recurrence_check.computed_by(compute, self.model.config))
     for field in self.algorithm.defaults.get('rl', ()):  # the method chooses these
       out[f'rl.{field}'] = str(vars(config.rl)[field]).replace('()', 'none')
     return out
-
-  def _recurrence(self) -> str:
-    """Returns what computes the recurrence over rows, or '' if the model has none."""
-    cfg = self.model.config
-    if not cfg.state_shapes or cfg.mixer == 'convolution':
-      return ''
-    from jaxpost.hardware import recurrence_check
-
-    return 'kernel' if self.compute.recurrence_kernel and recurrence_check.heads(cfg) else 'XLA'
 
   def _attention_by_xla(self) -> Iterator[str]:
     """Yields what XLA attends in although `compute` has a kernel for it."""
