@@ -32,7 +32,6 @@ _LOG = logging.getLogger(__name__)
 _WINDOW = 100  # groups over which the fraction of failures is computed
 _MIN_GROUPS = 20  # groups before that fraction is checked
 _TAKE_S = 10.0  # seconds for a worker to accept a group
-_MAX_LOGGED = 2000  # characters of printed output to log for each group
 _HINT = 'rewards run in another process: make it text, numbers, lists or dicts, or drop it with config.data.map'
 _Job = tuple[concurrent.futures.Future[Graded], str, Group]  # (result, the JSON line for a worker, the group)
 
@@ -306,11 +305,9 @@ class RewardPool(contextlib.AbstractContextManager):
       text = f'the worker {error}'
       timed_out = False
     finally:
-      printed, count = worker.take_printed()
-      if count:
-        _LOG.info('rewards printed %d bytes: %s', count, printed[-_MAX_LOGGED:])
-        if self._console:
-          self._console.show(worker, printed, count - process.TAIL)
+      printed, count = worker.take_printed('rewards')
+      if count and self._console:
+        self._console.show(worker, printed, count - process.TAIL)
     if retry and not started:  # This group is not the cause.
       return self._ask(worker, line, logged, names, retry=False)
     return _Reply(values, f'reward {name}: {text}', timed_out)
