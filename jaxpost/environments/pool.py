@@ -116,13 +116,7 @@ class EnvironmentPool:
     env_vars: Sequence[str] = (),
   ) -> None:
     """Starts one process and reads the tools; InputError if the environment cannot be imported."""
-    setup = {
-      'path': process.search_path(),
-      'environment': spec,
-      'timeout_s': timeout_s,
-      'max_characters': max_characters,
-      'start_timeout_s': _START_TIMEOUT_S,
-    }
+    setup = dict(environment=spec, timeout_s=timeout_s, max_characters=max_characters, start_timeout_s=_START_TIMEOUT_S)
     self._spec = spec
     variables, _ = process.worker_variables(env_vars)
     self._reaper = process.Reaper()

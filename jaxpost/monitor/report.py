@@ -5,6 +5,7 @@ report.html.jinja; this module prepares its values. Imports no JAX.
 """
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -97,21 +98,32 @@ def figures(rows: Sequence[Mapping]) -> dict[str, float]:
       if recent is not None and key not in ('lr', 'grad_norm'):
         out[f'{key}/{stage}'] = recent
     out |= {f'{key}/{stage}': total for key in _TOTALS if (total := sum(_values(train, key)))}
-    for row in held_out:
-      for key in row:
-        if key not in ROW_KEYS:
-          prefix = 'eval_' if key in in_train else ''
-          out[f'{prefix}{key}/{stage}'] = row[key]
+    for key, value in (pair for row in held_out for pair in row.items()):
+      if key not in ROW_KEYS:
+        out[f'{"eval_" if key in in_train else ""}{key}/{stage}'] = value
   headlines = [f'{key}/{stage}' for stage in stages for key in display.HEADLINES]
   return {k: out[k] for k in [*headlines, *out] if k in out}
 
 
 def summary(
-  workdir: epath.PathLike, values: Mapping[str, Any], warnings: Sequence[Mapping[str, Any]] = ()
+  workdir: epath.Path, values: Mapping[str, Any], warnings: Sequence = (), saves: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-  """Writes summary.json ({METRIC/STAGE: number, 'warnings'}) and returns its content."""
-  out = metrics.plain({**values, 'warnings': warnings})
-  seals.write(epath.Path(workdir) / 'summary.json', json.dumps(out, indent=2))
+  """Writes summary.json ({METRIC/STAGE: number, 'warnings'}) and returns it; `saves` is {stage: its `config.save`}."""
+  from jaxpost.storage import manifest
+
+  best: dict[str, float] = {}
+  for stage, save in (saves or {}).items():
+    folder = workdir / 'checkpoints' / stage
+    scores = manifest.scores(folder, manifest.finished_steps(folder), save.keep_best, save.best_mode)
+    step = max(scores, key=lambda step: (scores[step], step), default=0)
+    if scores.get(step, -math.inf) > -math.inf:  # some step has the metric
+      metric = manifest.read(folder, step).metrics[save.keep_best]
+      best |= {f'best_step/{stage}': step, f'best_{save.keep_best}/{stage}': metric}
+  starts = read_growing(workdir / 'starts.jsonl')[-1:]
+  notes = [(name, note) for start in starts for name, stage in start['stages'].items() for note in stage['notes']]
+  first = [dict(stage=name, step=0, kind='start', text=note.removeprefix('warning: '), count=1) for name, note in notes]
+  out = metrics.plain({**values, **best, 'warnings': [*first, *warnings]})
+  seals.write(workdir / 'summary.json', json.dumps(out, indent=2))
   return out
 
 

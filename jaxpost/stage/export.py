@@ -163,8 +163,7 @@ def describe(run: epath.PathLike, stage: str, step: int, folder: str = 'FOLDER')
   }
   lines = [f'<!-- jaxpost: {json.dumps(origin)} -->', '', '| how it was made | |', '|---|---|']
   lines += [f'| {name} | {_cell(value)} |' for name, value in rows.items() if value not in ('', None)]
-  evaluation = _last_evaluation(run, stage, step)
-  if evaluation:
+  if evaluation := _last_evaluation(run, stage, step):
     lines += ['', f'| held-out metric, step {evaluation["step"]} | |', '|---|---|']
     held_out = {name: value for name, value in evaluation.items() if name not in metrics.ROW_KEYS}
     lines += [f'| {name} | {report.number(value)} |' for name, value in held_out.items()]

@@ -77,7 +77,7 @@ class Worker:
 
   Args:
     module: the module that the process runs, with `python -m`.
-    setup: the first JSON line that it receives; has 'start_timeout_s'.
+    setup: the first JSON line that it receives, with the folders to import from; has 'start_timeout_s'.
     variables: its environment variables.
     reaper_process: kills the worker if this process is killed.
     label: the name of the worker in error messages.
@@ -86,7 +86,7 @@ class Worker:
   def __init__(self, module: str, setup: dict, variables: dict[str, str], reaper_process: Reaper, label: str) -> None:
     self._module = module
     self._label = label
-    self._setup = setup
+    self._setup = {'path': search_path(), **setup}
     self._variables = variables
     self._reaper = reaper_process
     self._cwd = os.getcwd()
