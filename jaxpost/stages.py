@@ -138,7 +138,7 @@ def _run(
       placed = [place.place_stage(stage) for stage in prepared]
     _begin(workdir, raw, lock, prepared, console)
     warnings = _run_stages(placed, workdir, activity, stop)
-    return _finish(workdir, console, start, warnings, prepared[-1].config.save.export)
+    return _finish(workdir, console, start, warnings, {p.name: p.config.save for p in prepared})
 
 
 def _read_summary(workdir: epath.Path, console: Console) -> dict:
@@ -212,18 +212,18 @@ def with_dtype(raw: dict, workdir: epath.Path, console: Console) -> dict:
   return raw
 
 
-def _finish(workdir: epath.Path, console: Console, start: float, warnings: list[dict], exported: bool) -> dict:
-  """Writes the report and summary.json, which marks the run as finished; returns the summary."""
+def _finish(workdir: epath.Path, console: Console, start: float, warnings: list[dict], saves: dict[str, Any]) -> dict:
+  """Writes the report and summary.json, which marks the run as finished; `saves` is {stage: its `config.save`}."""
   from jaxpost.monitor import report
 
   paths = {'metrics': str(workdir / 'metrics.jsonl'), 'report': str(workdir / 'report.html')}
-  if exported:
+  if [*saves.values()][-1].export:
     paths['export'] = str(workdir / 'export')
   summary = None
   if coordination.process_index() == 0:
     rows = metrics.read_rows(workdir / 'metrics.jsonl')
     figures: dict[str, Any] = {**report.figures(rows), 'wall_s': round(time.perf_counter() - start, 1), 'paths': paths}
-    summary = report.summary(workdir, figures, warnings)
+    summary = report.summary(workdir, figures, warnings, saves)
     report.write_report(workdir, rows)
     samples = [f'samples/{name}' for name in object_store.files(workdir / 'samples')]
     seals.add(workdir, ['metrics.jsonl', *samples])

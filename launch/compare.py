@@ -25,7 +25,7 @@ def main(argv):
   import rich.table
   from rich import markup
 
-  from jaxpost.monitor import display, report
+  from jaxpost.monitor import report
   from jaxpost.tools import compare_runs
 
   console = rich.console.Console(highlight=False)
@@ -39,7 +39,7 @@ def main(argv):
     table = rich.table.Table('final figures', 'stage', *heads)
     for key, values in comparison.figures.items():
       key, _, stage = key.rpartition('/')
-      named = markup.escape(display.title(key)), markup.escape(stage)
+      named = markup.escape(report.title(key)), markup.escape(stage)
       table.add_row(*named, *('' if value is None else report.number(value) for value in values))
     console.print(table)
     for p in comparison.paired[-_STEPS.value :]:

@@ -227,12 +227,10 @@ def locate(raw: Mapping, path: str) -> tuple[str, str]:
     InputError: there is no such field; the message names the nearest one.
   """
   head, _, inner = path.partition('.')
-  if head in field_names.FIELDS:
-    stage, field = '', path
-  elif head in blocks(raw):
+  stage, field = '', path
+  if head not in field_names.FIELDS and head in blocks(raw):
     stage, field = head, inner
-  else:
-    stage, field = '', path
+  elif head not in field_names.FIELDS:
     for nearest in difflib.get_close_matches(head, blocks(raw), 1):
       if field_names.field_type(inner):
         raise InputError(f'config.{path}: there is no stage {head}; did you mean config.{nearest}.{inner}?')

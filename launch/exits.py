@@ -252,9 +252,7 @@ def connect() -> None:
   """Connects to the other processes if the flags say so; errors.InputError for a flag without effect."""
   values = flags.FLAGS
   if not (values.distributed or values.coordinator or values.cluster):
-    for name in 'num_processes', 'process_id':
-      if values[name].value is not None:
-        raise errors.InputError(f'--{name} does nothing without --coordinator; give both, or leave out this flag')
+    refuse(('num_processes', 'process_id'), 'without --coordinator')
     return
   from jaxpost.distributed import cluster
 

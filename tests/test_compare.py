@@ -4,6 +4,7 @@ import html.parser
 import itertools
 import json
 import math
+import os
 import pathlib
 import shutil
 import statistics
@@ -81,6 +82,22 @@ def test_figures_leave_out_repetitions_and_are_grouped_by_stage(tmp_path):
   assert {'pass@1/sft', 'perplexity/sft', 'pass@1/grpo', 'perplexity/grpo'} <= set(keys)
   assert not {'pass@1/right/sft', 'rewards/right/std/sft'} & set(keys)
   assert [stage for stage, _ in itertools.groupby(key.rpartition('/')[2] for key in keys)] == ['sft', 'grpo']
+
+
+def test_the_sampler_mismatch_is_shown_as_in_the_report(runs, tmp_path):
+  """As its distance from 1, in the command, the page and the curves."""
+  for run, value in zip(runs, (1.0025, 1.0075)):
+    rows = [json.loads(line) for line in (run / 'metrics.jsonl').read_text().splitlines()]
+    rows = [r | {'sampler_mismatch': value} for r in rows if r['split'] == 'train']
+    (run / 'metrics.jsonl').write_text(''.join(json.dumps(r) + '\n' for r in rows))
+  command = [sys.executable, '-m', 'launch.compare', *map(str, runs), f'--out={tmp_path / "c.html"}']
+  wide = os.environ | {'COLUMNS': '150'}
+  out = subprocess.run(command, cwd=CLONE, text=True, capture_output=True, timeout=100, env=wide)
+  (line,) = (line for line in out.stdout.splitlines() if 'Sampler mismatch' in line)
+  assert 'Sampler mismatch minus 1' in line and '0.0025' in line and '0.0075' in line
+  page = (tmp_path / 'c.html').read_text()
+  assert page.count('Sampler mismatch minus 1') == 2 and 'Sampler mismatch<' not in page
+  assert 'step 4: 0.0075<' in page and '1.0075' not in page
 
 
 def test_mean_of_a_single_reward_is_not_drawn_beside_the_equal_reward():

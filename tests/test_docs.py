@@ -14,7 +14,7 @@ import pytest
 from jaxpost.algorithms import kto
 from jaxpost.errors import InputError
 from jaxpost.losses import preferences
-from jaxpost.rewards.groups import Group
+from jaxpost.rewards.groups import Group, stats_of
 from jaxpost.rewards.pool import RewardPool
 from jaxpost.stage import algorithms
 from jaxpost.stage import config as config_lib
@@ -167,7 +167,7 @@ def test_reward_example_of_the_docs_grades_as_described(my_reward):
     right, unknown = pool.grade([group('4', '5', '?', answer='4'), group('4', answer=None)])
     assert right.rewards == [1.0, pytest.approx(0.1), 0.0]
     assert unknown.rewards == [None]
-    assert pool.stats == dict(groups=2, failed_groups=0, timeouts=0, masked_rows=1)
+    assert stats_of([right, unknown]) == dict(groups=2, failed_groups=0, timeouts=0, masked_rows=1)
 
 
 def test_failing_reward_masks_its_group_and_stops_a_run_if_all_fail(my_reward):
@@ -178,7 +178,7 @@ def test_failing_reward_masks_its_group_and_stops_a_run_if_all_fail(my_reward):
     bad, good = pool.grade([broken, group('4', answer='4')])
     assert bad.rewards == [None, None] and good.rewards == [1.0]
     assert re.search(r'TypeError.*my_reward\.py:3', bad.error)
-    assert pool.stats['failed_groups'] == 1
+    assert stats_of([bad, good])['failed_groups'] == 1
   with RewardPool(f'{my_reward}:right_sum') as pool:
     with pytest.raises(InputError, match=r'every group.*my_reward\.py:3'):
       pool.grade([broken])

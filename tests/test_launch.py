@@ -23,9 +23,11 @@ import safetensors.numpy
 import tiny
 from absl import app, flags
 
+import jaxpost
 from jaxpost import stages
 from jaxpost.errors import InputError
 from jaxpost.formats import hf, hf_export
+from jaxpost.monitor import metrics
 from jaxpost.stage import algorithms, schema
 from jaxpost.stage import config as config_lib
 from jaxpost.storage import manifest
@@ -430,6 +432,23 @@ def test_best_step_is_that_of_keep_best(run, call, monkeypatch, tmp_path):
   }
   monkeypatch.setattr(inference, 'run_config', lambda run: configs)
   assert inference.from_run(run, 'sft', 'best').step == 2
+
+
+def test_the_summary_of_a_run_has_its_best_step_and_the_warnings_of_its_start(tmp_path):
+  over = dict(
+    train=dict(steps=4),
+    optim=dict(lr=3.0),  # the loss rises
+    save=dict(every=2, keep=1, keep_best='loss', best_mode='min'),
+    eval=dict(every=2, data=dict(path='generated:arithmetic:max=99,ops=+,split=test,size=8')),
+    log=dict(profile_from=9),
+  )
+  summary = jaxpost.run(tiny.run_config('', **over), tmp_path)
+  losses = {r['step']: r['loss'] for r in metrics.read_rows(tmp_path / 'metrics.jsonl') if r['split'] == 'eval'}
+  weights = inference.load(run=str(tmp_path), step='best')
+  assert summary['best_step/sft'] == weights.step == min((2, 4), key=losses.get)
+  assert summary['best_loss/sft'] == losses[weights.step]
+  (warning,) = summary['warnings']
+  assert warning['step'] == 0 and warning['text'].startswith('config.log.profile_from=9 traces nothing')
 
 
 def test_evaluate_takes_the_weights_of_the_run_where_the_rewards_are_its_own():

@@ -366,6 +366,8 @@ HEALTHY = {
   'frac_reward_zero_std': 0.3,
   'grad_norm': 1.0,
   'critic/vf_clipfrac': 0.45,
+  'time/reward': 0.9,
+  'time/step': 2.0,
 }
 
 
@@ -380,6 +382,7 @@ HEALTHY = {
     ('mismatch', {'sampler_mismatch': math.inf}, 1),
     ('mismatch', {'sampler_mismatch': None}, 1),  # as a resume reads infinity
     ('values', {'critic/vf_clipfrac': 0.55}, 10),
+    ('slow_rewards', {'time/reward': 1.1}, 10),
     ('nonfinite', {'loss': math.nan}, 1),
     ('nonfinite', {'grad_norm': math.inf}, 1),
     ('nonfinite', {'loss': None}, 1),
@@ -610,6 +613,16 @@ def test_summary_is_returned_and_written_with_warnings(tmp_path):
   out = report.summary(tmp_path, {'loss/sft': math.nan, 'x/y/sft': 1.5}, warnings)
   assert out == {'loss/sft': None, 'x/y/sft': 1.5, 'warnings': warnings}
   assert json.loads((tmp_path / 'summary.json').read_text()) == out
+
+
+def test_summary_begins_with_the_warnings_of_the_last_start(tmp_path):
+  """They are known before a step, so they have no metric."""
+  for notes in (['warning: old'], ['warning: 3 of 4 documents are cut']):
+    stages = dict(sft=dict(steps=2, notes=notes), grpo=dict(steps=1, notes=[]))
+    object_store.add_line(tmp_path / 'starts.jsonl', json.dumps(dict(stages=stages)))
+  out = report.summary(tmp_path, {}, [{'kind': 'flat', 'count': 2}])
+  start = dict(stage='sft', step=0, kind='start', text='3 of 4 documents are cut', count=1)
+  assert out['warnings'] == [start, {'kind': 'flat', 'count': 2}]
 
 
 def test_is_clock_key_selects_times_and_rates():

@@ -123,9 +123,8 @@ def test_chat_reply_has_messages_log_probs_usage_and_is_recorded(server, weights
     assert all(x['logprob'] <= 0 for x in choice['logprobs']['content'])
     shown = [t.decode([i], skip_special=False) for i in ids]
     assert [x['token'] for x in choice['logprobs']['content']] == shown
-    is_whole = [text != '\ufffd' for text in shown]  # the text of a part of a character does not show its bytes
-    shown_bytes = [[*text.encode()] if whole else None for text, whole in zip(shown, is_whole)]
-    assert [x['bytes'] for x in choice['logprobs']['content']] == shown_bytes
+    own_bytes = [[i] if i < 256 else [*text.encode()] for i, text in zip(ids, shown)]  # of a part of a character, too
+    assert [x['bytes'] for x in choice['logprobs']['content']] == own_bytes
   assert reply['choices'][0]['token_ids'] != reply['choices'][1]['token_ids']
   drawn = sum(len(c['token_ids']) for c in reply['choices'])
   assert reply['usage'] == dict(
@@ -430,8 +429,34 @@ def test_text_continues_a_prompt_with_the_space_of_its_first_word(sentencepiece)
   assert echoed['logprobs']['text_offset'] == [0, 4, *(9 + x for x in choice['logprobs']['text_offset'])]
 
 
+def test_errors_number_the_prompts_of_their_request(server):
+  """From 0, whatever the server has answered before."""
+  long = 'a' * 60
+  ask(server, 'completions', prompt='ab', max_tokens=1)
+  for prompt, number, n in ((long, 0, 1), (['ab', long], 1, 1), (['ab', long], 1, 2)):
+    code, text = post(server[0].url, 'completions', prompt=prompt, n=n, max_tokens=100)
+    assert code == 400 and f' the 60 of prompt {number} do not fit' in text, text
+
+
+@pytest.mark.parametrize(
+  'text, starts',
+  [
+    (b'a\xffb\xc3\xa9c', [0, 1, 2, 3, 3, 4]),  # an invalid byte is a character of the text
+    (b'\xff\xff\xff\xff\xffb', [0, 1, 2, 3, 4, 5]),
+    ('\U0001f600b'.encode(), [0, 0, 0, 0, 1]),
+    (b'\xff\xe2\x82\xacb\xff', [0, 1, 1, 1, 2, 3]),
+    (b'a\xff\xff\xff\xe2\x82\xacb', [0, 1, 2, 3, 4, 4, 4, 5]),
+    (b'b\xe2\x82', [0, 1, 1]),  # the text ends in a part of a character
+  ],
+)
+def test_offsets_of_tokens_are_where_their_text_begins(text, starts):
+  bytes_ = tokenizer.load('bytes')
+  for before in ([], [97], [0xE2]):
+    assert openai_format._starts(bytes_, before, [*text]) == starts
+
+
 def test_tokens_of_a_chat_have_their_text_and_bytes(sentencepiece):
-  """The bytes are null where the text is a part of a character."""
+  """A token that is a part of a character has its bytes, too."""
   ids = np.array(
     [sentencepiece.hf.get_vocab()[word] for word in ('▁there', '▁a', '<0xC3>', '<0xA9>', '</s>')], np.int32
   )
@@ -442,7 +467,7 @@ def test_tokens_of_a_chat_have_their_text_and_bytes(sentencepiece):
   assert choice['message']['content'] == 'there a\u00e9'
   entries = choice['logprobs']['content']
   assert [entry['token'] for entry in entries] == [' there', ' a', '\ufffd', '\ufffd', '</s>']
-  assert [bytes(e['bytes']) if e['bytes'] else None for e in entries] == [b' there', b' a', None, None, b'</s>']
+  assert [bytes(e['bytes']) for e in entries] == [b' there', b' a', b'\xc3', b'\xa9', b'</s>']
 
 
 def test_a_chat_that_begins_with_a_stop_string_has_no_text(sentencepiece):

@@ -212,7 +212,7 @@ def test_the_errors_of_a_right_kernel_are_small(interpreted):
 
 def test_choices_of_a_run_name_what_computes_the_recurrence(tmp_path):
   choices = {}
-  kimi = dict(family='kimi_linear', num_layers=3, num_kv_heads=2)
+  kimi = dict(family='kimi_linear', num_layers=3, num_kv_heads=2, gate_rank=16)
   for name, fields in (
     ('dense', {}),
     ('hybrid', dict(family='qwen3_5_text', num_layers=3) | SIZES),

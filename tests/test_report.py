@@ -17,7 +17,7 @@ import rich.console
 from jaxpost import stages
 from jaxpost.errors import InputError
 from jaxpost.monitor import display, metrics, report
-from jaxpost.stage import algorithms
+from jaxpost.stage import algorithms, schema
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 
@@ -275,7 +275,7 @@ def test_metrics_are_read_once(tmp_path, monkeypatch):
   text = report.write_report(tmp_path).read_text('utf-8')
   assert reads == [tmp_path / 'metrics.jsonl']
   assert report.write_report(tmp_path, rows).read_text('utf-8') == text and len(reads) == 1
-  stages._finish(tmp_path, rich.console.Console(file=io.StringIO()), 0.0, [], exported=False)
+  stages._finish(tmp_path, rich.console.Console(file=io.StringIO()), 0.0, [], {'sft': schema.SaveSection(export=False)})
   assert len(reads) == 2
 
 

@@ -13,6 +13,7 @@ import pytest
 import tiny
 
 import jaxpost
+from jaxpost.data import tokenizer
 from jaxpost.errors import InputError
 from jaxpost.monitor import metrics
 from jaxpost.rollout import rollout_files
@@ -46,11 +47,12 @@ def config(model, tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def run(config, model, tmp_path_factory):
-  """A run whose config has a path relative to the folder in which it was started; the tests are in another one."""
+  """A run whose config has paths relative to the folder in which it was started; the tests are in another one."""
   folder = tmp_path_factory.mktemp('run')
   shutil.copytree(model, folder / 'nano')
+  tokenizer.load('bytes').save(folder / 'nano')
   with contextlib.chdir(folder):
-    jaxpost.run(tiny.merged(config, dict(init_from='nano')), folder / 'run')
+    jaxpost.run(tiny.merged(config, dict(init_from='nano', model=dict(tokenizer='./nano'))), folder / 'run')
   return folder / 'run'
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpost.errors import InputError
 from jaxpost.rewards import judge
-from jaxpost.rewards.groups import Group
+from jaxpost.rewards.groups import Group, stats_of
 from jaxpost.rewards.pool import RewardPool
 from jaxpost.workers import call
 
@@ -200,8 +200,7 @@ def test_judge_in_a_pool_sends_its_api_key(double, template, monkeypatch, tmp_pa
       pool.check(['question'])
     (graded,) = pool.grade([Group(['p'] * 2, ['a', 'b'], [[1]] * 2, {'answer': ['4'] * 2})])
     assert graded.rewards == [0.8, None] and graded.error is None
-    assert pool.stats['logged/judge_without_score'] == 0.5
-    assert pool.stats['masked_rows'] == 1
+    assert stats_of([graded])['logged/judge_without_score'] == 0.5 and stats_of([graded])['masked_rows'] == 1
   assert server.requests[0][1]['Authorization'] == 'Bearer canary-1'
   monkeypatch.delenv('MY_API_KEY')
   with RewardPool(spec) as pool:

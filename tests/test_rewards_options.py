@@ -9,7 +9,7 @@ import pytest
 
 from jaxpost.errors import InputError
 from jaxpost.rewards import builtin, options
-from jaxpost.rewards.groups import Group
+from jaxpost.rewards.groups import Group, stats_of
 from jaxpost.rewards.pool import RewardPool
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
@@ -106,7 +106,8 @@ def group(*completions, **columns):
 
 def graded(specs, *groups, step=None):
   with RewardPool(specs, timeout_s=20.0) as pool:
-    return pool.grade(list(groups), step), pool.stats, pool.names
+    results = pool.grade(list(groups), step)
+    return results, stats_of(results), pool.names
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import pytest
 
 from jaxpost.data import sources
 from jaxpost.errors import InputError
-from jaxpost.rewards.groups import Group
+from jaxpost.rewards.groups import Group, stats_of
 from jaxpost.rewards.pool import RewardPool
 
 FUNCTIONS = """
@@ -301,7 +301,8 @@ def test_a_bad_reward_masks_its_group_only(pool_of, name):
   assert re.match(expected, bad.error), bad.error
   assert '\n' not in bad.error
   assert bad.components == {name: [None, None], 'fine': [None, None]}
-  assert pool.stats == {'groups': 3, 'failed_groups': 1, 'timeouts': int('no answer' in BAD[name]), 'masked_rows': 2}
+  timeouts = int('no answer' in BAD[name])
+  assert stats_of([good, bad, after]) == dict(groups=3, failed_groups=1, timeouts=timeouts, masked_rows=2)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +324,7 @@ def test_unusual_but_valid_return_values_are_accepted(pool_of, name, rewards):
   assert [g.error for g in graded] == [None, None]
   assert [g.rewards for g in graded] == [rewards, rewards]
   assert all(type(r) is float for g in graded for r in g.rewards if r is not None)
-  assert pool.stats['masked_rows'] == 2 * rewards.count(None)
+  assert stats_of(graded)['masked_rows'] == 2 * rewards.count(None)
 
 
 def test_forked_and_spawned_children_of_a_call_are_ended(pool_of, tmp_path, monkeypatch):
@@ -347,7 +348,7 @@ def test_weighted_sum_masks_rows_with_none_unless_all_are_none(pool_of):
   assert mixed.rewards == [0.5 * 1 - 2.0, None]  # not 2.0, as if its verdict had been 0
   assert mixed.components == {'fine': [1, 4], 'none_for_some': [1, None]}
   assert all_none.rewards == [0.5 * 4] * 2  # None for a whole group: the function does not apply to this prompt
-  assert pool.stats['masked_rows'] == 1
+  assert stats_of([mixed, all_none])['masked_rows'] == 1
 
 
 def test_results_come_in_order_and_overlap(pool_of):
@@ -481,9 +482,10 @@ def test_too_many_failures_stop_the_run(pool_of):
   pool = pool_of('raises', max_failed=0.3)
   for _ in range(4):
     pool.grade([group('bad'), group('a'), group('a'), group('a')])
+  graded = [future.result() for future in pool.submit([group('bad')] * 3 + [group('a')])]
   with pytest.raises(InputError, match='7 of the last 20 groups failed, max_f'):
-    pool.grade([group('bad')] * 3 + [group('a')])
-  assert pool.stats['failed_groups'] == 3
+    pool.count(graded)
+  assert stats_of(graded)['failed_groups'] == 3
 
 
 @pytest.mark.parametrize(

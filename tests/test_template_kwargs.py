@@ -1,5 +1,6 @@
 """config.data.chat_template and config.data.template_kwargs apply to every chat that a stage renders."""
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -8,6 +9,7 @@ import types
 import pytest
 import tiny
 
+import jaxpost
 from jaxpost.data import chat, examples, prompts, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.environments import openai_format, turns
@@ -234,6 +236,29 @@ def test_a_template_file_of_the_weights_that_is_gone_ends_no_run(tmp_path):
   assert own.source == 'bytes'
   (config,) = config_lib.parse(tiny.run_config('run')).values()
   weight_sources.check_tokenizer(config, of_run, own, '', {})
+
+
+def test_weights_of_a_run_are_loaded_in_any_folder(tmp_path, monkeypatch):
+  """Relative paths of the run's config, and of the tokenizer that is read again, are of the folder where it started."""
+  path = tiny.folder(tmp_path / 'nano', vocab_size=300)
+  tokenizer_lib.load('bytes').save(path)
+  (tmp_path / 't.jinja').write_text(TEMPLATE)
+  named = dict(model=dict(path='./nano', tokenizer=''), data=dict(chat_template='./t.jinja'), train=dict(steps=1))
+  with contextlib.chdir(tmp_path):
+    jaxpost.run(tiny.merged(tiny.run_config(''), named), 'run')
+  (tmp_path / 'elsewhere').mkdir()
+  monkeypatch.chdir(tmp_path / 'elsewhere')
+  for run in ('../run', tmp_path / 'run'):
+    weights = inference.load(run=str(run))
+    assert weights.inputs.tokenizer.chat_template == TEMPLATE
+    inference.export(weights, 'out')
+    assert (tmp_path / 'elsewhere/out/chat_template.jinja').read_text() == TEMPLATE
+  (tmp_path / 'elsewhere/t.jinja').write_text(f'{{# mine #}}{TEMPLATE}')
+  replaced = inference.load(run='../run', chat_template='./t.jinja').inputs.tokenizer  # this path is of this folder
+  assert replaced.chat_template.startswith('{# mine #}')
+  (tmp_path / 't.jinja').unlink()
+  with pytest.raises(InputError, match=r'no file \./t\.jinja'):
+    inference.load(run='../run')
 
 
 def warnings_of_templates(caplog):

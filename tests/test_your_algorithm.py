@@ -11,6 +11,7 @@ import tiny
 import jaxpost
 from jaxpost.errors import InputError
 from jaxpost.monitor import metrics
+from jaxpost.rl import reward_metrics
 from jaxpost.stage import algorithms
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / 'docs' / 'examples'
@@ -103,6 +104,22 @@ def test_a_credit_of_whole_completions_trains(model, tmp_path, result):
   file.write_text(OWN.replace('RESULT', f'jaxpost.Credit({{"advantages": {result}}}, mask)'))
   (row,) = run(tiny.grpo_config(model, algorithm=str(file), train=dict(steps=1)), tmp_path / 'run')
   assert row['grad_norm'] > 0 and row['skipped_updates'] == 0
+  figures = {key: row[f'advantages/{key}'] for key in 'mean std min max frac_positive frac_zero'.split()}
+  if 'rewards' not in result:  # 1 on all trained tokens
+    assert figures == dict(mean=1, std=0, min=1, max=1, frac_positive=1, frac_zero=0)
+  else:
+    assert figures['min'] < figures['mean'] < figures['max'] and figures['std'] > 0
+
+
+def test_metrics_of_advantages_leave_out_what_is_not_trained():
+  mask = np.array([[1, 1, 0], [1, 0, 0]], np.float32)
+  for advantages in (np.array([[2.0, 0, 9], [-1, 9, 9]]), np.array([[2.0], [-1]])):
+    found = reward_metrics.advantage_metrics(jaxpost.Credit({'advantages': advantages}, mask))
+    trained = np.broadcast_to(advantages, mask.shape)[mask > 0]
+    assert found['advantages/mean'] == pytest.approx(trained.mean()) and found['advantages/min'] == -1
+    assert found['advantages/frac_zero'] == pytest.approx((trained == 0).mean())
+  for arrays, trains in (({}, 1), ({'advantages': np.ones(7)}, 1), ({'advantages': mask}, 0)):  # 7: of a `pack`
+    assert reward_metrics.advantage_metrics(jaxpost.Credit(arrays, mask * trains)) == {}
 
 
 def test_reinforce_raises_its_reward(model, tmp_path):

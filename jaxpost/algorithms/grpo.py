@@ -217,11 +217,6 @@ def finish(
   out = {'advantages': np.asarray(values, np.float32) * (mask > 0), 'sampler_logprobs': arrays['sampler_logprobs']}
   out |= {k: arrays[k] for k in rl_fields.scores_in_loss(config)}
   counted = mask > 0
-  if counted.any():
-    trained = out['advantages'][counted]
-    figures = dict(mean=trained.mean(), std=trained.std(), max=trained.max(), min=trained.min())
-    figures |= dict(frac_positive=(trained > 0).mean(), frac_zero=(trained == 0).mean())
-    metrics |= {f'advantages/{name}': float(x) for name, x in figures.items()}
   if rl_fields.has_token_terms(rl):
     from jaxpost.algorithms import token_terms
 

@@ -36,9 +36,9 @@ class RandomAccess:
 
   dropped = 0  # a map drops rows only when they are read
 
-  def __init__(self, path: epath.Path, name: str):
-    self._path = path
-    self._name = name
+  def __init__(self, path: epath.Path, name: str, caches: Caches):
+    self._path, self._name = path, name
+    self._handles, self._groups = caches.handles, caches.groups
 
   def where(self, i: int) -> str:
     """Returns the place of a row, for errors."""
@@ -160,8 +160,7 @@ class Lines(RandomAccess):
   """The lines of a .jsonl file that are not blank."""
 
   def __init__(self, path: epath.Path, name: str, caches: Caches):
-    super().__init__(path, name)
-    self._handles = caches.handles
+    super().__init__(path, name, caches)
     try:
       starts, firsts, size = self._scan()
     except OSError as error:
@@ -222,8 +221,7 @@ class Parquet(RandomAccess):
   """The rows of a parquet file, through its row groups."""
 
   def __init__(self, path: epath.Path, name: str, caches: Caches):
-    super().__init__(path, name)
-    self._groups = caches.groups
+    super().__init__(path, name, caches)
     self._arrow, self._lib, self._parquet = binary_files.import_reader(name, 'parquet', *binary_files.PARQUET)
     metadata = self._with_file(lambda file: file.metadata)
     sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
@@ -254,8 +252,7 @@ class ArrayRecord(RandomAccess):
   """The records of an ArrayRecord file, each JSON."""
 
   def __init__(self, path: epath.Path, name: str, caches: Caches):
-    super().__init__(path, name)
-    self._handles = caches.handles
+    super().__init__(path, name, caches)
     _, self._module = binary_files.import_reader(name, 'ArrayRecord', *binary_files.ARRAY_RECORD)
     self._size = self._with_reader(lambda reader: reader.num_records())
 

@@ -79,9 +79,7 @@ class Bytes:
 @functools.cache
 def _letters() -> dict[str, int]:
   """Returns {printable character: byte that it stands for} of byte-level tokenizers (GPT-2)."""
-  printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-  others = [byte for byte in range(256) if byte not in printable]
-  return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+  return tokenizer_lib.load('bytes').hf.get_vocab()
 
 
 def _from_letters(token: str) -> bytes:

@@ -226,7 +226,7 @@ def load(
   else:
     folder = _folder(path)
     seals.warn(folder, _FILES)
-    hf, source = _from_folder(folder), str(folder)
+    hf, source = _from_folder(folder), str(folder.absolute())
     config = _read_config(folder)
   # The file may set a length for truncation or padding.
   hf.backend_tokenizer.no_truncation()

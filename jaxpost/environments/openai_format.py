@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import json
+import os
+import re
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -17,6 +20,7 @@ import numpy as np
 
 from jaxpost.data import messages as messages_lib
 from jaxpost.data import prompts as prompts_lib
+from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.environments import turns
 from jaxpost.errors import InputError, refuse
 from jaxpost.rollout.sequence import Completion, Request
@@ -60,6 +64,7 @@ class Translator:
 
   def __init__(self, tokenizer: Tokenizer, room: int) -> None:
     self._tokenizer = tokenizer
+    self._letters = tokenizer_lib.load('bytes').hf.get_vocab()  # {letter: byte} of byte-level tokenizers
     self._room = room
     self._max_characters = room * tokenizer.longest_token  # of a prompt; 16 MB take a minute to tokenize
 
@@ -106,9 +111,7 @@ class Translator:
     stops = [stop] if isinstance(stop, str) else stop
     if len(stops) > _MAX_STOPS or any(isinstance(text, str) and len(text) > _MAX_STOP for text in stops):
       raise InputError(f'stop: at most {_MAX_STOPS} texts of {_MAX_STOP} characters')
-    parameters['max_tokens'] = max_tokens
-    parameters['top_logprobs'] = self._top_count(body)
-    parameters['stop_strings'] = tuple(stops)
+    parameters |= dict(max_tokens=max_tokens, top_logprobs=self._top_count(body), stop_strings=tuple(stops))
     return {name: value for name, value in parameters.items() if value is not None}
 
   def _top_count(self, body: dict) -> int:
@@ -139,21 +142,26 @@ class Translator:
 
   def _chat_logprobs(self, completion: Completion) -> list[dict]:
     """Returns an entry per token with its log-prob and the top-k tokens at its position."""
-    entries = []
-    for i, (token, logprob) in enumerate(zip(completion.tokens, completion.logprobs)):
-      entry = self._logprob_entry(token, logprob)
-      entry['top_logprobs'] = []
-      # An agent of a run may ask for the most probable tokens, but its sampler reports none.
-      if completion.top_ids is not None and completion.top_logprobs is not None:
-        top = zip(completion.top_ids[i], completion.top_logprobs[i])
-        entry['top_logprobs'] = [self._logprob_entry(*pair) for pair in top]
-      entries.append(entry)
-    return entries
+    tops: Iterable = ()
+    # An agent of a run may ask for the most probable tokens, but its sampler reports none.
+    if completion.top_ids is not None and completion.top_logprobs is not None:
+      tops = zip(completion.top_ids, completion.top_logprobs)
+    return [
+      self._logprob_entry(*drawn) | dict(top_logprobs=[*map(self._logprob_entry, *top)] if top else [])
+      for drawn, top in itertools.zip_longest(zip(completion.tokens, completion.logprobs), tops)
+    ]
 
   def _logprob_entry(self, token: int, logprob: float) -> dict:
     piece = self._added(self.before, [token])
-    # The text of a part of a character does not show its bytes.
-    return dict(token=piece, logprob=float(logprob), bytes=None if '\ufffd' in piece else [*piece.encode()])
+    return dict(token=piece, logprob=float(logprob), bytes=self._bytes(token, piece))
+
+  def _bytes(self, token: int, text: str) -> list[int]:
+    """Returns the bytes of a token; those of a part of a character are in its name and not in its text."""
+    name = self._tokenizer.hf.convert_ids_to_tokens(int(token)) if '\ufffd' in text else ''
+    if byte := re.fullmatch('<0x(..)>', name):  # of SentencePiece
+      return [int(byte[1], 16)]
+    is_byte_level = name and self._letters.keys() >= {*name}
+    return [self._letters[x] for x in name] if is_byte_level else [*text.encode()]
 
   def text_choice(self, index: int, completion: Completion, body: dict) -> dict:
     """Returns an entry of `choices` of a completion."""
@@ -248,17 +256,11 @@ def check_supported(body: dict, is_chat: bool, scorer: Any) -> None:
     if not isinstance(body.get(name), (kind, type(None))):
       raise InputError(f'{name}: {messages_lib.shown(body[name])} is not {_KINDS[kind]}')
   if body.get('echo'):
-    _check_echo(body, is_chat, scorer)
-
-
-def _check_echo(body: dict, is_chat: bool, scorer: Any) -> None:
-  refuse(is_chat, 'echo: chats have none; /v1/completions has')
-  if body.get('logprobs') is None:
-    return
-  refuse(scorer is None, 'echo: this server has no log-probs of prompts; leave out logprobs')
-  count = body['logprobs']
-  if not isinstance(count, bool) and not 0 <= number(body, 'logprobs', int, 0) <= scorer.top:
-    raise InputError(f'logprobs: {count} is not from 0 to {scorer.top}')
+    refuse(is_chat, 'echo: chats have none; /v1/completions has')
+    count = body.get('logprobs')
+    refuse(count is not None and scorer is None, 'echo: this server has no log-probs of prompts; leave out logprobs')
+    if not isinstance(count, bool | None) and not 0 <= number(body, 'logprobs', int, 0) <= scorer.top:
+      raise InputError(f'logprobs: {count} is not from 0 to {scorer.top}')
 
 
 def number(body: dict, name: str, kind: type, default: Any) -> Any:
@@ -285,16 +287,19 @@ def record_entry(api_key: str, model: str, completion: Completion, finish_reason
 
 def _starts(tokenizer: Tokenizer, before: Sequence[int], ids: Iterable[int]) -> list[int]:
   """Returns the offset of each token in the text that all add to `before`; bytes of one character share its offset."""
-  offsets, position = [], 0
+  offsets: list[int] = []
   ids = [*before, *ids]
-  first, fresh = 0, len(before)  # tokens [first, fresh) are counted, and give context to those from `fresh` on
-  for end in range(fresh + 1, len(ids) + 1):
-    offsets.append(position)
-    counted = tokenizer.decode(ids[first:fresh], skip_special=False)
-    text = tokenizer.decode(ids[first:end], skip_special=False)
-    if not text.endswith('\ufffd') or end - fresh == 4:  # else it may end in a part of a character
-      position += len(text) - len(counted)
-      first, fresh = fresh, end
+  first, fresh, position = 0, len(before), 0  # tokens [first, fresh) are counted, and give context to the next ones
+  while fresh < len(ids):
+    texts = [tokenizer.decode(ids[first:fresh], skip_special=False)]
+    while len(texts) == 1 or (texts[-1].endswith('\ufffd') and len(texts) < 5 and fresh + len(texts) <= len(ids)):
+      texts.append(tokenizer.decode(ids[first : fresh + len(texts)], skip_special=False))
+    for text, longer in itertools.pairwise(texts):  # \ufffd is a part of a character, or invalid
+      start = len(os.path.commonprefix([text, texts[-1]]))
+      start = min(start, len(longer) - 1) if longer.endswith('\ufffd') else start
+      offsets.append(position + start - len(texts[0]))
+    position += len(texts[-1]) - len(texts[0])
+    first, fresh = fresh, fresh + len(texts) - 1
   return offsets
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
+import dataclasses
 import functools
 import hmac
 import itertools
@@ -251,8 +252,8 @@ class Endpoint:
   def _check(self, job: _Job) -> None:
     """Raises InputError if a request cannot be served; in the engine's thread, the error would end the run."""
     refuse(not all(map(len, job.prompts)), 'prompt: is empty; a sequence begins with at least one token')
-    for request in job.requests if job.draws else ():
-      self.engines[job.model].check(request)
+    for i, request in enumerate(job.requests if job.draws else ()):
+      self.engines[job.model].check(dataclasses.replace(request, prompt=i // job.count))  # the number in the body
 
   def _score(self, job: _Job) -> list[Any] | None:
     """Returns a `TextScore` of each prompt; None if the server ends or the client leaves."""

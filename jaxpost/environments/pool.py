@@ -12,7 +12,6 @@ import atexit
 import concurrent.futures
 import dataclasses
 import json
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
   from jaxpost.data.sources import Rows
   from jaxpost.types import Prompt
 
-_LOG = logging.getLogger(__name__)
-_MAX_LOGGED = 2000  # characters of printed output to log for each request
 _START_TIMEOUT_S = 120.0  # for importing the environment
 PLAY = 'play'  # play(base_url, api_key): an environment with this method is an agent
 
@@ -80,9 +77,7 @@ class Environment:
       self._lost = True
       return Answer(error=f'{verb}: the process {error}', lost=True)
     finally:
-      printed, count = worker.take_printed()
-      if count:
-        _LOG.info('an environment printed %d bytes: %s', count, printed[-_MAX_LOGGED:])
+      worker.take_printed('an environment')
 
   def describe(self) -> dict:
     """Starts the process; returns its tools and abilities, see 'ready' in worker.py. InputError if that fails."""
@@ -121,13 +116,7 @@ class EnvironmentPool:
     env_vars: Sequence[str] = (),
   ) -> None:
     """Starts one process and reads the tools; InputError if the environment cannot be imported."""
-    setup = {
-      'path': process.search_path(),
-      'environment': spec,
-      'timeout_s': timeout_s,
-      'max_characters': max_characters,
-      'start_timeout_s': _START_TIMEOUT_S,
-    }
+    setup = dict(environment=spec, timeout_s=timeout_s, max_characters=max_characters, start_timeout_s=_START_TIMEOUT_S)
     self._spec = spec
     variables, _ = process.worker_variables(env_vars)
     self._reaper = process.Reaper()

@@ -62,6 +62,7 @@ HOLDS: dict[str, Callable[[Signals], bool]] = {
   # The first update of a rollout clips no value, so the mean over a step's updates stays well below 1.
   'values': lambda s: s['critic/vf_clipfrac'] > 0.5,
   'wpo': lambda s: s['wpo/weight'] < 0.05,
+  'slow_rewards': lambda s: s['time/reward'] > 0.5 * s['time/step'],
   'mismatch': lambda s: s['sampler_mismatch'] > 1.05 and not s['replay/used'] > 0,  # replayed: of an older policy
 }
 
@@ -70,7 +71,7 @@ class Alerts:
   """Warnings of a run, from its train rows.
 
   `warnings` has one entry per kind and stage: {'stage', 'step', 'kind', 'text', 'count'}. They depend on values only,
-  so each repetition of a run has the same warnings, except for errors, which a resumed run lacks.
+  so each repetition of a run has the same ones, except for slow rewards, and for errors, which a resumed run lacks.
   """
 
   def __init__(self) -> None:

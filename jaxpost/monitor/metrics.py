@@ -210,7 +210,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
       self._remote, self._board_dir = remote, remote.folder()
     self._primary, self._tensorboard, self._stages = primary, tensorboard, [*stages]
     self.alerts, self._stage = Alerts(), ''
-    self._noted: set[str] = set()  # beginnings of notes of this stage
+    self._noted: set[tuple[str, str]] = set()  # (stage, beginning of a note)
     self._file: Any = None  # a text file; on an object store an io.StringIO
     self._tb: Any = None
     if not primary:
@@ -224,15 +224,14 @@ class MetricsWriter(contextlib.AbstractContextManager):
 
   def note(self, text: str) -> None:
     """Prints a note once per stage, on something that no metric shows."""
-    if self._primary and text[:40] not in self._noted:
-      self._noted.add(text[:40])
+    if self._primary and (self._stage, text[:40]) not in self._noted:
+      self._noted.add((self._stage, text[:40]))
       self._board.line(f'note: {text}')
 
   def start_stage(self, stage: str, total_steps: int, resume_step: int = 0, evaluated: bool = True) -> None:
     """Starts a stage; keeps rows of earlier ones, and its own up to resume_step > 0 (its evaluation if `evaluated`)."""
     is_first = not self._stage
     self._stage = stage
-    self._noted = set()
     if not self._primary:
       return
     self._close_stage()

@@ -5,6 +5,7 @@ report.html.jinja; this module prepares its values. Imports no JAX.
 """
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -97,25 +98,36 @@ def figures(rows: Sequence[Mapping]) -> dict[str, float]:
       if recent is not None and key not in ('lr', 'grad_norm'):
         out[f'{key}/{stage}'] = recent
     out |= {f'{key}/{stage}': total for key in _TOTALS if (total := sum(_values(train, key)))}
-    for row in held_out:
-      for key in row:
-        if key not in ROW_KEYS:
-          prefix = 'eval_' if key in in_train else ''
-          out[f'{prefix}{key}/{stage}'] = row[key]
+    for key, value in (pair for row in held_out for pair in row.items()):
+      if key not in ROW_KEYS:
+        out[f'{"eval_" if key in in_train else ""}{key}/{stage}'] = value
   headlines = [f'{key}/{stage}' for stage in stages for key in display.HEADLINES]
   return {k: out[k] for k in [*headlines, *out] if k in out}
 
 
 def summary(
-  workdir: epath.PathLike, values: Mapping[str, Any], warnings: Sequence[Mapping[str, Any]] = ()
+  workdir: epath.Path, values: Mapping[str, Any], warnings: Sequence = (), saves: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-  """Writes summary.json ({METRIC/STAGE: number, 'warnings'}) and returns its content."""
-  out = metrics.plain({**values, 'warnings': warnings})
-  seals.write(epath.Path(workdir) / 'summary.json', json.dumps(out, indent=2))
+  """Writes summary.json ({METRIC/STAGE: number, 'warnings'}) and returns it; `saves` is {stage: its `config.save`}."""
+  from jaxpost.storage import manifest
+
+  best: dict[str, float] = {}
+  for stage, save in (saves or {}).items():
+    folder = workdir / 'checkpoints' / stage
+    scores = manifest.scores(folder, manifest.finished_steps(folder), save.keep_best, save.best_mode)
+    step = max(scores, key=lambda step: (scores[step], step), default=0)
+    if scores.get(step, -math.inf) > -math.inf:  # some step has the metric
+      metric = manifest.read(folder, step).metrics[save.keep_best]
+      best |= {f'best_step/{stage}': step, f'best_{save.keep_best}/{stage}': metric}
+  starts = read_growing(workdir / 'starts.jsonl')[-1:]
+  notes = [(name, note) for start in starts for name, stage in start['stages'].items() for note in stage['notes']]
+  first = [dict(stage=name, step=0, kind='start', text=note.removeprefix('warning: '), count=1) for name, note in notes]
+  out = metrics.plain({**values, **best, 'warnings': [*first, *warnings]})
+  seals.write(workdir / 'summary.json', json.dumps(out, indent=2))
   return out
 
 
-def _shown(key: str, value: Any) -> Any:
+def shown(key: str, value: Any) -> Any:
   """Returns a value as the page and the console show it: the sampler mismatch, a ratio of at least 1, minus 1."""
   return value - 1 if key == 'sampler_mismatch' and value else value  # None: not finite
 
@@ -130,7 +142,7 @@ def _charts(splits: Mapping[str, list[dict]], algorithm: str, budget: int) -> li
   important = display.chosen(algorithm, keys)
   for key in important + sorted(keys.difference(important)):
     series = {
-      split: [(row['step'], _shown(key, row[key])) for row in rows if key in row] for split, rows in splits.items()
+      split: [(row['step'], shown(key, row[key])) for row in rows if key in row] for split, rows in splits.items()
     }
     is_zero = all(value == 0 for points in series.values() for _, value in points)
     is_known = all(display.says_nothing_new(key, row) for rows in splits.values() for row in rows if key in row)
@@ -210,7 +222,7 @@ def _cards(
     if metric.startswith('time/') or key == 'steps' or not is_informative:
       continue
     has_first = history and key not in _TOTALS and not is_clock_key(metric)
-    cards.append(dict(key=key, value=_shown(key, final[key]), first=_shown(key, history[0]) if has_first else None))
+    cards.append(dict(key=key, value=shown(key, final[key]), first=shown(key, history[0]) if has_first else None))
   return cards
 
 
@@ -221,8 +233,8 @@ def terminal_summary(workdir: epath.PathLike, rows: Sequence[Mapping], console: 
   caption = 'Means of the last 10 steps; time of a step: of all steps but the first.'
   table = rich.table.Table('', *map(markup.escape, stages), caption=caption)
   for key in dict.fromkeys(k.rpartition('/')[0] for k in values if not is_repeated(k, values)):
-    cells = (_shown(key, values.get(f'{key}/{stage}', '')) for stage in stages)
-    table.add_row(markup.escape(_title(key)), *map(number, cells))
+    cells = (shown(key, values.get(f'{key}/{stage}', '')) for stage in stages)
+    table.add_row(markup.escape(title(key)), *map(number, cells))
   for key in ('reward', 'loss'):
     lines = [_sparkline(_values(splits['train'], key)) for splits in stages.values()]
     if any(lines):
@@ -263,7 +275,7 @@ def write_report(workdir: epath.PathLike, rows: Sequence[Mapping] | None = None)
   warnings = saved.pop('warnings', ())
   values = saved or figures(rows)
   methods = {stage: _algorithm(config, stage) for stage in stages}
-  filters: dict[str, Callable] = dict(number=number, duration=_seconds, text=_text, title=_title)
+  filters: dict[str, Callable] = dict(number=number, duration=_seconds, text=_text, title=title)
   text = template('monitor', 'report.html.jinja', filters).render(
     name=object_store.resolved(workdir).rpartition('/')[2],
     wall_s=saved.get('wall_s'),
@@ -341,8 +353,8 @@ def _recipe(words: Sequence[str]) -> tuple[str, dict[str, str]]:
   return texts.pop('', ''), texts  # --config itself has no field
 
 
-def _title(key: str) -> str:
-  """Returns the title of a value as the page and the console show it, see `_shown`."""
+def title(key: str) -> str:
+  """Returns the title of a value as the page and the console show it, see `shown`."""
   return display.title(key) + (' minus 1' if key.removeprefix('eval_') == 'sampler_mismatch' else '')
 
 

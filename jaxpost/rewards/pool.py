@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxpost.errors import InputError, refuse
 from jaxpost.rewards import builtin
-from jaxpost.rewards.groups import Graded, Group, stats_of
+from jaxpost.rewards.groups import Graded, Group
 from jaxpost.workers import process, user_code
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ _LOG = logging.getLogger(__name__)
 _WINDOW = 100  # groups over which the fraction of failures is computed
 _MIN_GROUPS = 20  # groups before that fraction is checked
 _TAKE_S = 10.0  # seconds for a worker to accept a group
-_MAX_LOGGED = 2000  # characters of printed output to log for each group
 _HINT = 'rewards run in another process: make it text, numbers, lists or dicts, or drop it with config.data.map'
 _Job = tuple[concurrent.futures.Future[Graded], str, Group]  # (result, the JSON line for a worker, the group)
 
@@ -82,7 +81,6 @@ class RewardPool(contextlib.AbstractContextManager):
     weights = weights or [1.0] * len(rewards)
     _check_settings(rewards, weights, workers, timeout_s, max_failed)
     self.names = builtin.short_names(rewards)
-    self.stats = stats_of([])  # counts of the last batch
     self.weights = dict(zip(self.names, weights))
     self._max_failed = max_failed
     self._timeout_s = timeout_s
@@ -224,12 +222,7 @@ class RewardPool(contextlib.AbstractContextManager):
       variables, hidden = process.worker_variables(self._needed_variables)
       if hidden:
         _LOG.info('rewards do not see %s; config.rewards.env_vars passes some on', ', '.join(hidden))
-      setup = {
-        'path': process.search_path(),
-        'rewards': self._remote,
-        'timeout_s': self._timeout_s,
-        'start_timeout_s': self._start_timeout_s,
-      }
+      setup = dict(rewards=self._remote, timeout_s=self._timeout_s, start_timeout_s=self._start_timeout_s)
       self._reaper = reaper = process.Reaper()
       label = 'reward ' + ', '.join(name for name, _ in self._remote)
       self._workers = [
@@ -306,11 +299,9 @@ class RewardPool(contextlib.AbstractContextManager):
       text = f'the worker {error}'
       timed_out = False
     finally:
-      printed, count = worker.take_printed()
-      if count:
-        _LOG.info('rewards printed %d bytes: %s', count, printed[-_MAX_LOGGED:])
-        if self._console:
-          self._console.show(worker, printed, count - process.TAIL)
+      printed, count = worker.take_printed('rewards')
+      if count and self._console:
+        self._console.show(worker, printed, count - process.TAIL)
     if retry and not started:  # This group is not the cause.
       return self._ask(worker, line, logged, names, retry=False)
     return _Reply(values, f'reward {name}: {text}', timed_out)
@@ -327,8 +318,7 @@ class RewardPool(contextlib.AbstractContextManager):
     return [None if None in row else sum(w * v for (w, _), v in zip(graded, row)) for row in rows]
 
   def count(self, graded: Sequence[Graded]) -> None:
-    """Updates the statistics with a batch; InputError if too many groups failed."""
-    self.stats = stats_of(graded)
+    """Counts the failures of a batch; InputError if too many groups failed."""
     if self._console:
       self._console.next_batch()
     is_first_batch = not self._recent

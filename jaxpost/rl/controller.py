@@ -92,7 +92,7 @@ class Controller:
       updates = self.make_batches(experience, credit)
     # The logged rewards are those of the rollout as it was sampled: replayed samples do not count.
     rewards = self.replay.metrics() if self.replay else graded.metrics()
-    info = sampled.info | rewards | credit.metrics
+    info = sampled.info | rewards | reward_metrics.advantage_metrics(credit) | credit.metrics
     info |= reward_metrics.step_metrics(experience, self.step_shape, self.config)
     self.step += 1
     self.memory = credit.memory

@@ -15,7 +15,7 @@ from jaxpost.rl import batching
 
 if typing.TYPE_CHECKING:
   from jaxpost.rewards.groups import Graded, Group
-  from jaxpost.types import Experience, Rollout, RowShape
+  from jaxpost.types import Credit, Experience, Rollout, RowShape
 
 REWARD_MODEL = 'reward_model'  # name in metrics of the reward of a reward model that runs on the devices
 
@@ -81,6 +81,17 @@ def length_metrics(rollout: Rollout) -> dict:
     'completions/mean_terminated_length': float(ended.mean()) if ended.size else 0.0,
     'completion_tokens': int(rollout.lengths.sum()),
   }
+
+
+def advantage_metrics(credit: Credit) -> dict:
+  """Returns figures of the advantages of the trained tokens; {} if the algorithm has none, or none per token."""
+  trained, values = credit.mask > 0, np.asarray(credit.arrays.get('advantages'))
+  if values.shape not in (trained.shape, (len(trained), 1)) or not trained.any():
+    return {}
+  values = np.broadcast_to(values, trained.shape)[trained]
+  figures = dict(mean=values.mean(), std=values.std(), max=values.max(), min=values.min())
+  figures |= dict(frac_positive=(values > 0).mean(), frac_zero=(values == 0).mean())
+  return {f'advantages/{name}': float(x) for name, x in figures.items()}
 
 
 def step_metrics(experience: Experience, shape: RowShape, config: typing.Any) -> dict:
@@ -153,11 +164,8 @@ def correctness_metrics(experience: Experience, passes: float) -> dict:
   rate = (right.reshape(-1, group_size).sum(axis=1) / np.maximum(count, 1))[count > 0]
   bins = {'none': rate == 0, 'low': (rate > 0) & (rate <= 0.5), 'high': (rate > 0.5) & (rate < 1), 'all': rate == 1}
   out = {f'pass_rate/{name}': float(part.mean()) for name, part in bins.items() if rate.size}
-  lengths = experience.rollout.lengths
-  for name, part in (('right_length', right), ('wrong_length', graded & ~right)):
-    if part.any():
-      out[f'completions/{name}'] = float(lengths[part].mean())
-  return out
+  lengths, parts = experience.rollout.lengths, {'right_length': right, 'wrong_length': graded & ~right}
+  return out | {f'completions/{name}': float(lengths[part].mean()) for name, part in parts.items() if part.any()}
 
 
 def sample_rows(
@@ -165,10 +173,9 @@ def sample_rows(
 ) -> list[dict]:
   """Returns a row of texts and scores a completion, for people to read; `groups`, `results` [P] and `rewards` [N]."""
   rows = []
-  size = rollout.group_size
   for n, length in enumerate(rollout.lengths):
-    group, result = groups[n // size], results[n // size]
-    i = n % size
+    g, i = divmod(n, rollout.group_size)
+    group, result, prompt = groups[g], results[g], rollout.prompts[g]
     row: dict[str, typing.Any] = {
       'prompt': _text(group.prompts[i]),
       'completion': _text(group.completions[i]),
@@ -180,14 +187,14 @@ def sample_rows(
       if vars(rollout)[name] is not None and vars(rollout)[name][n]:
         row[name] = True
     row |= _expected(group.columns, i) | _turns(group.completions[i])
-    if source := rollout.prompts[n // size].source.get('name'):
+    if source := prompt.source.get('name'):
       row['source'] = source
     row |= {
       'components': {name: values[i] for name, values in result.components.items()},
       'length': int(length),
       'finished': bool(rollout.finished[n]),
       'logprob': float(rollout.logprobs[n, :length].sum()),
-      'prompt_index': rollout.prompts[n // size].index,
+      'prompt_index': prompt.index,
       'sample': i,
       'version': rollout.version,
     }
@@ -218,6 +225,4 @@ def _turns(completion: str | list[dict]) -> dict:
 
 
 def _text(prompt: str | list[dict]) -> str:
-  if isinstance(prompt, str):
-    return prompt
-  return '\n'.join(str(message['content']) for message in prompt)
+  return prompt if isinstance(prompt, str) else '\n'.join(str(message['content']) for message in prompt)

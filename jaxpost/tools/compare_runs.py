@@ -68,7 +68,8 @@ class Parting:
 class Comparison:
   """Two runs side by side; `fields` is {stage.field: (first, second)}, `figures` {METRIC/STAGE: (first, second)}.
 
-  Figures that repeat others of their run are left out. `sampled`: both runs have samples.
+  Figures are as `report.shown` returns them. Those that repeat others of their run are left out. `sampled`: both runs
+  have samples.
   """
 
   names: tuple[str, ...]
@@ -104,7 +105,7 @@ def compare(first: epath.PathLike, second: epath.PathLike) -> Comparison:
   return Comparison(
     names,
     fields=config_difference(*runs),
-    figures={k: (values[0].get(k), values[1].get(k)) for k in keys},
+    figures={k: tuple(report.shown(k.rpartition('/')[0], v.get(k)) for v in values) for k in keys},
     paired=paired,
     sampled=all(any(run.glob('samples/*/*.jsonl')) for run in runs),
     parting=parting,
@@ -247,7 +248,7 @@ def write_page(runs: Sequence[epath.PathLike], out: epath.PathLike) -> None:
   rows = {name: metrics.read_rows(path / 'metrics.jsonl') for name, path in zip(names, paths)}
   configs = [config_lib.parse_saved(path / 'config.json') for path in paths]
   algorithms = {stage: config.algorithm for stages in configs for stage, config in stages.items()}
-  filters = dict(number=report.number, title=display.title)
+  filters = dict(number=report.number, title=report.title)
   text = report.template('tools', 'compare.html.jinja', filters).render(
     names=names, comparisons=[compare(runs[0], run) for run in runs[1:]], charts=list(_charts(rows, algorithms))
   )
@@ -261,6 +262,6 @@ def _charts(rows: Mapping[str, list[dict]], algorithms: Mapping[str, str]) -> It
     by_run = {n: [r for r in run_rows if (r['stage'], r['split']) == (stage, split)] for n, run_rows in rows.items()}
     keys = {key for run_rows in by_run.values() for r in run_rows for key in r if not display.says_nothing_new(key, r)}
     for key in display.chosen(algorithms.get(stage, stage), keys):
-      series = {n: [(r['step'], r[key]) for r in run_rows if key in r] for n, run_rows in by_run.items()}
+      series = {n: [(r['step'], report.shown(key, r[key])) for r in rs if key in r] for n, rs in by_run.items()}
       if chart := display.chart(key, {name: points for name, points in series.items() if points}, most=60):
         yield chart | {'where': f'{stage}, {split}'}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ from jaxpost.distributed.phases import make_layout
 from jaxpost.errors import InputError, NoCheckpointError
 from jaxpost.models import model as model_lib
 from jaxpost.models.parameters import join
+from jaxpost.monitor import start
+from jaxpost.monitor.metrics import read_growing
 from jaxpost.roles import Policy, Roles
 from jaxpost.stage import (
   algorithms,
@@ -100,7 +103,7 @@ def load(
 def from_run(
   run: epath.PathLike, stage: str = '', step: int | str | None = None, warn: Callable[[str], None] = to_stderr
 ) -> Weights:
-  """Loads a checkpoint of a run.
+  """Loads a checkpoint of a run; relative paths in its config are resolved as by `where_started`.
 
   Args:
     stage: '' is the last one that has a checkpoint.
@@ -117,8 +120,9 @@ def from_run(
   name, step = find_step(run, list(configs), stage, step, warn)
   if is_newest and (line := best_step.line(run / 'checkpoints' / name, configs[name].save, step)):
     warn(line)
-  source = weight_sources.of_checkpoint(run / 'checkpoints' / name, step)
-  inputs = prepare_model(name, configs[name], source)
+  source = weight_sources.of_checkpoint(epath.Path(object_store.resolved(run)) / 'checkpoints' / name, step)
+  with where_started(run):
+    inputs = prepare_model(name, configs[name], source)
   layout = make_layout('fsdp=-1', 'train')
   params = weights_lib.load(source, inputs.model, layout, inputs.config.model.param_dtype)
   return Weights(inputs, params, layout, step)
@@ -184,6 +188,13 @@ def run_config(run: epath.Path) -> dict[str, config_lib.Config]:
   if 'algorithm' not in seals.read_json(path):
     raise InputError(f'{path}: not the config of a run; a Hugging Face folder is given as --model')
   return config_lib.parse_saved(path)
+
+
+def where_started(run: epath.Path) -> contextlib.AbstractContextManager:
+  """Changes to the folder in which the run was last started, if this machine has it."""
+  starts = read_growing(run / start.FILE)
+  folder = starts[-1].get('folder', '') if starts else ''
+  return contextlib.chdir(folder if os.path.isdir(folder) else '.')
 
 
 def pick(stages: Mapping[str, Any], stage: str, where: epath.PathLike) -> tuple[str, Any]:

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -57,8 +56,8 @@ def reproduce(
 
   Repeats the steps since the newest checkpoint before the step, or since the start of the stage, because a run is a
   function of its config. Where the config changed on a resume (`save.allow_changes`), a warning names the fields: all
-  steps are repeated with the newest values. The folder of the run does not change. Relative paths of the config are
-  found in the folder where the run was last started, if this machine has it.
+  steps are repeated with the newest values. The folder of the run does not change. Relative paths in the config are
+  resolved as by `inference.where_started`.
 
   Args:
     step: from 1, as in samples/STAGE/STEP.jsonl.
@@ -72,11 +71,9 @@ def reproduce(
   """
   run = epath.Path(object_store.resolved(epath.Path(run).expanduser()))
   configs = inference.run_config(run)
-  starts = read_growing(run / start.FILE)
-  folder = starts[-1].get('folder', '') if starts else ''
-  for field in changed_fields(starts):
+  for field in changed_fields(read_growing(run / start.FILE)):
     logging.warning('config.%s changed when the run was resumed; all steps are repeated with its newest value', field)
-  with contextlib.chdir(folder if os.path.isdir(folder) else '.'):
+  with inference.where_started(run):
     return _reproduce(run, configs, step, row, stage, choose_mesh=choose_mesh)
 
 

@@ -134,9 +134,11 @@ class Viewer:
   def _load_tokenizer(self, stage: str) -> Tokenizer:
     """Returns the tokenizer of a stage of the run."""
     from jaxpost.stage import weight_sources
+    from jaxpost.tools import inference
 
     section = config_lib.parse_saved(self.index.run / 'config.json')[stage].model
-    return tokenizer_lib.load(weight_sources.saved_tokenizer_path(section))
+    with inference.where_started(self.index.run):
+      return tokenizer_lib.load(weight_sources.saved_tokenizer_path(section))
 
 
 def _query(asked: dict[str, str]) -> Query:

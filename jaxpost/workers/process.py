@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import pathlib
 import re
@@ -34,6 +35,7 @@ _PROXY = re.compile(r'(http|https|no|all)_proxy', re.I)  # passed unless it hold
 _FRAME = re.compile(r'^  File "(.+)", line (\d+)', re.M)
 _DUMP = 'most recent call first'  # faulthandler's header of a traceback
 TAIL = 1 << 14  # bytes of printed output to keep
+_MAX_LOGGED = 2000  # characters of printed output to log for each request
 _SHOWN_LINES = 20  # lines of printed output to show for each batch
 _SHOWN_COLUMNS = 400  # characters to show of a line
 _SLICE = 0.2  # seconds between checks that the process is alive
@@ -75,7 +77,7 @@ class Worker:
 
   Args:
     module: the module that the process runs, with `python -m`.
-    setup: the first JSON line that it receives; has 'start_timeout_s'.
+    setup: the first JSON line that it receives, with the folders to import from; has 'start_timeout_s'.
     variables: its environment variables.
     reaper_process: kills the worker if this process is killed.
     label: the name of the worker in error messages.
@@ -84,7 +86,7 @@ class Worker:
   def __init__(self, module: str, setup: dict, variables: dict[str, str], reaper_process: Reaper, label: str) -> None:
     self._module = module
     self._label = label
-    self._setup = setup
+    self._setup = {'path': search_path(), **setup}
     self._variables = variables
     self._reaper = reaper_process
     self._cwd = os.getcwd()
@@ -258,11 +260,12 @@ class Worker:
     """Returns the end of what the process has printed since `take_printed`."""
     return self._tail.decode(errors='replace')
 
-  def take_printed(self) -> tuple[str, int]:
-    """Returns (end of the text, number of bytes) printed since the last call."""
+  def take_printed(self, what: str) -> tuple[str, int]:
+    """Returns (end of the text, number of bytes) printed since the last call; logs it as that of `what`."""
     printed = self.printed_text(), self.printed
-    self._tail = b''
-    self.printed = 0
+    self._tail, self.printed = b'', 0
+    if printed[1]:
+      logging.info('%s printed %d bytes: %s', what, printed[1], printed[0][-_MAX_LOGGED:])
     return printed
 
   def finish(self) -> None:
