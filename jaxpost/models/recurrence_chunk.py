@@ -83,7 +83,7 @@ def within_chunk(
     # u = (I + A)^-1 (beta v) and w = (I + A)^-1 (beta decay k), with the decayed products A of beta k and earlier keys.
     inverse = _inverse(exact, jnp.where(row > column, decayed_products(k) * steps, 0))
     u, w = product('ij,je->ie', inverse, u), product('ij,jd->id', inverse, steps * from_start * k)
-  return ChunkTerms(u, w, decayed_products(q), from_start, to_end, whole)
+  return ChunkTerms(u, w, scores=decayed_products(q), from_start=from_start, to_end=to_end, whole=whole)
 
 
 def across_chunk(

@@ -105,7 +105,9 @@ def one_token(
 def _token_kernel(q_ref, k_ref, v_ref, log_decay_ref, beta_ref, state_ref, out_ref, new_state_ref, *, corrected: bool):
   q, k, v = (ref[...].astype(jnp.float32) for ref in (q_ref, k_ref, v_ref))
   log_decay = log_decay_ref[0] if log_decay_ref.shape == (1,) else log_decay_ref[...]
-  new_state_ref[...], out_ref[...] = step_of_head(state_ref[...], q, k, v, log_decay, beta_ref[0], corrected=corrected)
+  new_state_ref[...], out_ref[...] = step_of_head(
+    state_ref[...], q, k, v, log_decay, beta=beta_ref[0], corrected=corrected
+  )
 
 
 def chunked(
@@ -184,9 +186,8 @@ def _chunk(static: _Static, runs: jax.Array, run_before: jax.Array) -> Callable:
 
   def run(state, q, k, v, log_decay, beta):
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    terms = within_chunk(
-      q, k, v, log_decay, beta, runs, run_before, product=product, exact=exact, corrected=static.corrected
-    )
+    options = dict(runs=runs, run_before=run_before, product=product, exact=exact, corrected=static.corrected)
+    terms = within_chunk(q, k, v, log_decay, beta, **options)
     return across_chunk(state, q, k, terms, product)
 
   return run
@@ -277,7 +278,7 @@ def _forward(static: _Static, terms, state: jax.Array, runs: jax.Array, keep: bo
   (rows, heads, *sizes), chunks = state.shape, runs.shape[1] // _CHUNK
   outputs = [('values', terms[2].shape, terms[2].dtype), ('state', state.shape, jnp.float32)]
   outputs += [('states', (rows, heads, chunks, *sizes), static.dtype)] * keep
-  return _call(_forward_kernel, static, terms, runs, [('state', state)], outputs)
+  return _call(_forward_kernel, static, terms, runs, inputs=[('state', state)], outputs=outputs)
 
 
 def _backward(static: _Static, terms, runs: jax.Array, states: jax.Array, g):
@@ -289,7 +290,7 @@ def _backward(static: _Static, terms, runs: jax.Array, states: jax.Array, g):
   d_scalars = 'd_scalars', (parts, rows, length, heads), jnp.float32
   d_values, d_state = ('values', v.shape, v.dtype), ('state', g[1].shape, jnp.float32)
   outputs = [d_keys, d_keys, d_values, d_scalars, d_scalars, d_state]
-  dq, dk, dv, d_decay, d_beta, d_state = _call(_backward_kernel, static, terms, runs, inputs, outputs)
+  dq, dk, dv, d_decay, d_beta, d_state = _call(_backward_kernel, static, terms, runs, inputs=inputs, outputs=outputs)
 
   def summed(x):
     """Sums the gradients of the parts and of the value heads of each key head."""

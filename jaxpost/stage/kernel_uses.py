@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from jaxpost.distributed.mesh import row_shards
@@ -15,6 +16,7 @@ from jaxpost.stage.batch_shape import row_length
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
   from jaxpost.matmul import Compute
+  from jaxpost.models.config import CustomConfig, ModelConfig
   from jaxpost.stage.records import PreparedStage
 
 
@@ -36,16 +38,27 @@ def verified(
         if attention_kernels.compute_of_decoding(compute, cfg, rollout).decode_kernel:
           decoding = [cfg]
       compute = kernel_check.verify(compute, attention_uses(prepared, layouts, length), decoding)
+  if dry:
+    return compute
   configs = [x.config for x in (inputs.model, *inputs.sources.values())]
-  if compute.recurrence_kernel and not dry and any(cfg.state_shapes for cfg in configs):
+  return verify_layers(compute, configs, {layout.mesh.shape['tensor'] for layout in layouts.values()})
+
+
+def verify_layers(
+  compute: Compute, models: Sequence[ModelConfig | CustomConfig], tensor_shards: Collection[int]
+) -> Compute:
+  """Returns the settings without kernels for experts or recurrences that are wrong in the shapes of these models.
+
+  tensor_shards: numbers of devices that the matrices of experts are split over.
+  """
+  if compute.recurrence_kernel and any(cfg.state_shapes for cfg in models):
     from jaxpost.hardware import recurrence_check
 
-    compute = recurrence_check.verify(compute, configs)
-  if compute.grouped_kernel and not dry:
+    compute = recurrence_check.verify(compute, models)
+  if compute.grouped_kernel:
     from jaxpost.hardware import grouped_check
 
-    tensor_shards = {layout.mesh.shape['tensor'] for layout in layouts.values()}
-    compute = grouped_check.verify(compute, configs, tensor_shards)
+    compute = grouped_check.verify(compute, models, tensor_shards)
   return compute
 
 

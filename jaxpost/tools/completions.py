@@ -250,14 +250,10 @@ def make_engine(
     longest = max_prompt + max_new_tokens
     rows = [kernel_check.KernelUse(model.config, bucket(n, longest)) for n in range(1, longest + 1)]
     compute = kernel_check.verify(compute, rows, [model.config])
-  if compute.recurrence_kernel:
-    from jaxpost.hardware import recurrence_check
+  if compute.grouped_kernel or compute.recurrence_kernel:
+    from jaxpost.stage import kernel_uses
 
-    compute = recurrence_check.verify(compute, [model.config])
-  if compute.grouped_kernel:
-    from jaxpost.hardware import grouped_check
-
-    compute = grouped_check.verify(compute, [model.config], [layout.mesh.shape['tensor']])
+    compute = kernel_uses.verify_layers(compute, [model.config], [layout.mesh.shape['tensor']])
   reshard = None
   if share_base:
     reshard, model = shared_weights.share(model, layout)
