@@ -346,11 +346,15 @@ def test_planned_update_of_packed_rows_stays_within_flops_and_memory_bounds(tmp_
 
 @needs_cuda
 @pytest.mark.long
-def test_planned_update_of_recurrent_layers_reads_no_terms_of_chunks(tmp_path):
-  """The kernel for recurrences writes the state before each chunk only: 176 ms by the roofline, and 392 by XLA."""
-  words = '--config=configs/qwen3_5_gsm8k.py', '--stage=sft', '--programs=update'
-  (update,) = planned(tmp_path, *words, model='', gpu='h100')
-  assert 1e3 * update['seconds']['roofline'] < 185
+@pytest.mark.parametrize('stage, program, bound', [('sft', 'update', 185), ('grpo', 'generate', 180)])
+def test_planned_time_of_recurrent_layers_is_that_of_kernels(tmp_path, stage, program, bound):
+  """By the roofline, an update takes 176 ms and a block of decoding 171. By XLA they take 392 and 315.
+
+  XLA writes the terms of chunks, and copies the state of a head twice for each token.
+  """
+  words = '--config=configs/qwen3_5_gsm8k.py', f'--stage={stage}', f'--programs={program}'
+  programs = planned(tmp_path, *words, model='', gpu='h100')
+  assert max(1e3 * x['seconds']['roofline'] for x in programs) < bound
 
 
 RECURRENCES = """
@@ -378,6 +382,9 @@ for size, width, corrected in (128, 128, True), (128, 64, False), (256, 256, Tru
 
   args = terms, array((rows, length), 'int32'), array((rows, heads, size, width), 'float32')
   text = jax.jit(jax.grad(loss)).lower(*args).compile().as_text()
+  token = [array((rows, 1, *x.shape[2:]), x.dtype) for x in terms]
+  step = jax.jit(lambda terms, runs, state: recurrence_triton.one_token(*terms, runs, state, corrected=corrected))
+  text += step.lower(token, *args[1:]).compile().as_text()
   print(text.count('custom_call_target="__gpu$xla.gpu.triton"'))
 """
 
@@ -385,12 +392,12 @@ for size, width, corrected in (128, 128, True), (128, 64, False), (256, 256, Tru
 @needs_cuda
 @pytest.mark.long
 @pytest.mark.parametrize('gpu', ['l4:1', 'a100:1', 'h100:1'])
-def test_kernel_for_recurrences_compiles_for_gpus(gpu):
+def test_kernels_for_recurrences_compile_for_gpus(gpu):
   """It does for heads of all families and for the largest: shared memory and registers suffice."""
   command = [sys.executable, '-c', RECURRENCES, gpu]
   env = os.environ | {'PYTHONPATH': str(CLONE), 'JAX_PLATFORMS': 'cpu'}
   done = subprocess.run(command, capture_output=True, text=True, cwd=CLONE, env=env)
-  assert done.stdout.split() == ['2'] * 4, done.stderr[-3000:]
+  assert done.stdout.split() == ['3'] * 4, done.stderr[-3000:]
 
 
 @needs_cuda
