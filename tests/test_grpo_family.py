@@ -434,6 +434,10 @@ BAD = {
   'gradient in the reward': (dict(rl=dict(kl_in='reward', kl_estimator='k3+')), 'use k1'),
   'no gradient of the KL in the reward': (dict(rl=dict(kl_in='reward', kl_estimator='k3')), 'use k1'),
   'correction': (dict(rl=dict(importance=('tis',))), 'token_truncated'),
+  'correction with replay': (
+    dict(rl=dict(importance=('tis', 'icepop'), replay=2), reward=('gsm8k',)),
+    "'tis'. are not known",
+  ),
   'two ratios': (dict(rl=dict(importance=('token_truncated', 'icepop'))), 'would each multiply'),
   'empty band': (dict(rl=dict(importance=('token_mask',), token_low=3.0, token_high=2.0)), 'no token is kept'),
   'dual clip': (dict(rl=dict(dual_clip=0.5)), 'must be above 1'),
