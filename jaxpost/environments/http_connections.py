@@ -46,11 +46,15 @@ class Reply(NamedTuple):
 
 
 class HttpError(Exception):
-  """A request that is refused before it is read to its end; the connection ends with it."""
+  """A request is refused with this status, and with this `code` in the API's error.
 
-  def __init__(self, status: int, message: str) -> None:
+  Raised before the request is read to its end, it ends the connection.
+  """
+
+  def __init__(self, status: int, message: str, code: str | None = None) -> None:
     super().__init__(message)
     self.status = status
+    self.code = code
 
 
 @dataclasses.dataclass(eq=False)
@@ -222,7 +226,13 @@ class _Connection:
     path = event.target.decode('ascii').partition('?')[0]  # no call takes parameters in its address
     call = Call(event.method.decode('ascii'), path, headers, self._send_event)
     self._owner.admit(call)
-    _check_size(call)
+    if call.method not in ('GET', 'POST'):
+      raise HttpError(501, f'the method {call.method} is not supported')
+    size = headers.get('content-length', '0' if call.method == 'GET' else '')
+    if 'transfer-encoding' in headers or not size:
+      raise HttpError(411, 'a request needs a Content-Length, in bytes')
+    if int(size) > MAX_BODY:
+      raise HttpError(413, f'the body has more than {MAX_BODY} bytes')
     body = bytearray()
     while isinstance(event := await self._next(), h11.Data):
       self._hold(len(event.data))  # not Content-Length: a client that never sends its body would block others
@@ -310,14 +320,3 @@ class _Connection:
   def _hold(self, size: int) -> None:
     self._held += size
     self._owner.held += size
-
-
-def _check_size(call: Call) -> None:
-  """Raises HttpError for a method that is not supported, or a body without a Content-Length or too long."""
-  if call.method not in ('GET', 'POST'):
-    raise HttpError(501, f'the method {call.method} is not supported')
-  size = call.headers.get('content-length', '0' if call.method == 'GET' else '')
-  if 'transfer-encoding' in call.headers or not size:
-    raise HttpError(411, 'a request needs a Content-Length, in bytes')
-  if int(size) > MAX_BODY:
-    raise HttpError(413, f'the body has more than {MAX_BODY} bytes')

@@ -128,7 +128,10 @@ class Translator:
     if calls:
       reason = 'tool_calls'
       message['content'] = self._without_special(turns.before_calls(marked)) or None
-      message['tool_calls'] = [_tool_call(i, call) for i, call in enumerate(calls)]
+      message['tool_calls'] = [
+        dict(id=f'call_{i}', type='function', function=dict(name=c['name'], arguments=json.dumps(c['arguments'])))
+        for i, c in enumerate(calls)
+      ]
     return dict(
       index=index,
       message=message,
@@ -247,16 +250,13 @@ def check_supported(body: dict, is_chat: bool, scorer: Any) -> None:
   for name, kind in (('stream', bool), ('echo', bool), ('stream_options', dict)):
     if not isinstance(body.get(name), (kind, type(None))):
       raise InputError(f'{name}: {messages_lib.shown(body[name])} is not {_KINDS[kind]}')
-  if body.get('echo'):
-    _check_echo(body, is_chat, scorer)
-
-
-def _check_echo(body: dict, is_chat: bool, scorer: Any) -> None:
+  if not body.get('echo'):
+    return
   refuse(is_chat, 'echo: chats have none; /v1/completions has')
-  if body.get('logprobs') is None:
+  count = body.get('logprobs')
+  if count is None:
     return
   refuse(scorer is None, 'echo: this server has no log-probs of prompts; leave out logprobs')
-  count = body['logprobs']
   if not isinstance(count, bool) and not 0 <= number(body, 'logprobs', int, 0) <= scorer.top:
     raise InputError(f'logprobs: {count} is not from 0 to {scorer.top}')
 
@@ -269,18 +269,6 @@ def number(body: dict, name: str, kind: type, default: Any) -> Any:
   is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST
   refuse(not is_number or (kind is int and value != value // 1), f'{name}: {value!r} is not {_KINDS[kind]}')
   return kind(value)
-
-
-def record_entry(api_key: str, model: str, completion: Completion, finish_reason: str) -> dict:
-  """Returns the record of an answer, for training on it."""
-  return dict(
-    session=api_key,
-    model=model,
-    prompt_ids=completion.request.tokens.tolist(),
-    ids=completion.tokens.tolist(),
-    logprobs=[float(x) for x in completion.logprobs],
-    finish_reason=finish_reason,
-  )
 
 
 def _starts(tokenizer: Tokenizer, before: Sequence[int], ids: Iterable[int]) -> list[int]:
@@ -300,11 +288,6 @@ def _starts(tokenizer: Tokenizer, before: Sequence[int], ids: Iterable[int]) -> 
 
 def _finish_reason(completion: Completion) -> str:
   return 'stop' if completion.finished else 'length'
-
-
-def _tool_call(index: int, call: dict) -> dict:
-  function = dict(name=call['name'], arguments=json.dumps(call['arguments']))
-  return dict(id=f'call_{index}', type='function', function=function)
 
 
 def head(kind: str, model: str) -> dict:

@@ -139,26 +139,21 @@ class FairLock:
   """
 
   def __init__(self) -> None:
-    # A locked lock for each thread that holds the `FairLock`, which is the first one, or waits for it.
-    self._queue: collections.deque[threading.Lock] = collections.deque()
-    self._mutex = threading.Lock()
+    self._queue: collections.deque[object] = collections.deque()  # of the holder, and then of each thread that waits
+    self._changed = threading.Condition()
 
   def acquire(self) -> None:
     """Waits until all threads that came before have released the lock."""
-    turn = threading.Lock()
-    turn.acquire()
-    with self._mutex:
+    turn = object()
+    with self._changed:
       self._queue.append(turn)
-      is_first = len(self._queue) == 1
-    if not is_first:
-      turn.acquire()  # blocks until `release` of the thread before
+      self._changed.wait_for(lambda: self._queue[0] is turn)
 
   def release(self) -> None:
     """Passes the lock on to the next thread in the queue."""
-    with self._mutex:
+    with self._changed:
       self._queue.popleft()
-      if self._queue:
-        self._queue[0].release()
+      self._changed.notify_all()
 
   def __enter__(self) -> None:
     self.acquire()
