@@ -101,7 +101,9 @@ def correction(names: Sequence[str], log_ratio: np.ndarray, mask: np.ndarray, op
   Returns:
     [N, C] float32 weights, 0 where the mask is 0.
   """
-  log_ratio, mask = _arguments('log_ratio, mask [N, C]', mask, log_ratio)
+  same_shape('log_ratio, mask [N, C]', 2, log_ratio, mask)
+  mask = np.asarray(mask, bool)
+  log_ratio = np.where(mask, np.asarray(log_ratio, np.float64), 0)
   weights = mask.astype(np.float64)
   for name in names:
     weights = weights * METHODS[name].fn(log_ratio, mask, options)
@@ -119,12 +121,13 @@ def off_policy_metrics(old_logprobs: np.ndarray, sampler_logprobs: np.ndarray, m
   Returns:
     {metric: value}; {} if no token is trained.
   """
-  old, mask = _arguments('old_logprobs, mask [N, C]', mask, old_logprobs)
-  sampler, _ = _arguments('sampler_logprobs, mask [N, C]', mask, sampler_logprobs)
+  same_shape('old_logprobs, sampler_logprobs, mask [N, C]', 2, old_logprobs, sampler_logprobs, mask)
+  mask = np.asarray(mask, bool)
   trained = mask.any(axis=1)
   if not trained.any():
     return {}
-  old, sampler, mask = old[trained], sampler[trained], mask[trained]
+  mask = mask[trained]
+  old, sampler = (np.where(mask, np.asarray(x, np.float64)[trained], 0) for x in (old_logprobs, sampler_logprobs))
   log_ratio = old - sampler
   trainer_mean = sequence_mean(old, mask)
   sampler_mean = sequence_mean(sampler, mask)
@@ -166,14 +169,6 @@ def weight_metrics(weights: np.ndarray, advantages: np.ndarray, mask: np.ndarray
     if (signs == sign).any():
       metrics[f'masked_{name}'] = (w[signs == sign] == 0).mean()
   return {f'importance_weight/{k}': float(v) for k, v in metrics.items()}
-
-
-def _arguments(names: str, mask: np.ndarray, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Returns (array as float64 with 0 outside of the mask, mask as bool); `names` is for `same_shape`."""
-  array = np.asarray(array, np.float64)
-  mask = np.asarray(mask, bool)
-  same_shape(names, 2, array, mask)
-  return np.where(mask, array, 0), mask
 
 
 def exp(log_ratio: np.ndarray) -> np.ndarray:
