@@ -160,7 +160,7 @@ class Controller:
       else:
         weights, mask = np.zeros_like(credit.mask), credit.mask[members]
         weights[members] = batching.token_weights(mask, config.rl.aggregate, config.rollout.max_new_tokens)
-        rows = batching.to_batch(experience.rollout, members, weights, credit.arrays, *shape)
+        rows = batching.to_batch(experience.rollout, members, weights, credit.arrays, shape)
       batch = roles.policy.place(rows)
       if train_policy:
         updates.append(Update('policy', self.algorithm.prepare(batch, roles, config)))
