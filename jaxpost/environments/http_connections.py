@@ -14,17 +14,13 @@ import dataclasses
 import email.utils
 import http
 import logging
+import resource
 import socket
 import threading
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 import h11
-
-try:
-  import resource
-except ImportError:  # Windows
-  resource = None
 
 MAX_BODY = 1 << 24  # bytes of a request
 PATIENCE_S = 60.0  # time for a request to be complete, for the next one to begin, and for an answer to be read
@@ -96,9 +92,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 def raise_file_limit() -> None:
   """Raises this process's limit of open files, often 1,024, to the most that the system allows: a socket is a file."""
-  if resource:
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+  hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+  resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class Connections:
@@ -140,8 +135,7 @@ class Connections:
     if self._thread.is_alive():
       self._loop.call_soon_threadsafe(self.ending.set)
       self._thread.join()
-    if not self._loop.is_closed():
-      self._loop.close()
+    self._loop.close()
 
   async def _serve(self) -> None:
     server = await asyncio.start_server(self._accepted, sock=self._listening, limit=_PART, backlog=_BACKLOG)
@@ -200,7 +194,10 @@ class _Connection:
     except TimeoutError:
       return False
     except h11.RemoteProtocolError as error:
-      await self._send(self._owner.refusal(*self._meaning(error)))
+      status, message = error.error_status_hint, str(error)
+      if status == 431 and b'\n' not in self._protocol.trailing_data[0]:
+        status, message = 414, f'the address has more than {_MAX_HEAD} bytes'
+      await self._send(self._owner.refusal(status, message))
       return False
     except HttpError as error:
       await self._send(self._owner.refusal(error.status, str(error)))
@@ -249,12 +246,6 @@ class _Connection:
         self._write(h11.InformationalResponse(status_code=100, headers=[]))
       self._protocol.receive_data(await self._reader.read(_PART))
     return event
-
-  def _meaning(self, error: h11.RemoteProtocolError) -> tuple[int, str]:
-    """Returns the status and message of the reply to bytes that are not valid HTTP."""
-    if error.error_status_hint == 431 and b'\n' not in self._protocol.trailing_data[0]:
-      return 414, f'the address has more than {_MAX_HEAD} bytes'
-    return error.error_status_hint, str(error)
 
   async def _answer(self, call: Call) -> Reply | None:
     """Returns the reply; None if the client has left, which cancels the call."""
