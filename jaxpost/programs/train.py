@@ -190,8 +190,7 @@ def make_update(
 ) -> Program:
   """Makes the program update(state, batch [M, B, T], frozen) -> (state, metrics), which donates `state`.
 
-  `frozen` holds arrays that all micro-batches share: 'params', the
-  parameters that are not in the state, and 'teacher_heads'.
+  `frozen` holds what all micro-batches share: 'params', the parameters outside of the state, and 'teacher_heads'.
 
   A step whose loss, gradient or new state is not finite changes nothing and is counted in `skipped_updates`. A step in
   which all tokens are masked changes nothing either (`empty_updates`), because Adam's momentum would move the weights.
