@@ -107,8 +107,8 @@ class Connections:
   Args:
     listening: see `listen`.
     answer: makes the reply to a call; runs in the thread of the connections and must not block it.
-    admit: called with the headers of a request before its body is read; may raise HttpError.
     refusal: (status, message) -> the reply to a request that is refused before it is read to its end.
+    admit: called with the headers of a request before its body is read; may raise HttpError.
   """
 
   def __init__(

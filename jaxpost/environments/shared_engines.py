@@ -88,7 +88,7 @@ class SharedEngines:
   def _drive(
     self, name: str, run_key: Any, step: int, ended: Callable[[], bool], tick_s: float, **hooks: Callable | None
   ) -> dict:
-    """Runs an engine until `ended()`, which is called every `tick_s` seconds while the engine is idle."""
+    """Runs an engine until `ended()`, which is called between blocks, or every `tick_s` seconds if it is idle."""
     waiting = self._queues[name]
 
     def exchange(completions: list[Completion], idle: bool) -> list[Request]:
