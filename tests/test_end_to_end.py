@@ -26,7 +26,7 @@ from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
 from jaxpost.rl import batching
 from jaxpost.stage import config as config_lib
-from jaxpost.types import Prompt, Rollout
+from jaxpost.types import Prompt, Rollout, RowShape
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TASK = 'generated:arithmetic:max=99,ops=+'
@@ -323,7 +323,7 @@ def grpo_loss():
   weights = batching.token_weights(mask, 'token', 6)
 
   def compute(length, num_rows, micro):
-    batch = batching.to_batch(samples, range(12), weights, arrays, num_rows, row_length=length)
+    batch = batching.to_batch(samples, range(12), weights, arrays, RowShape(num_rows, length))
     return losses(objective, batch, micro)
 
   return compute, compute(11, 12, 12)

@@ -22,7 +22,7 @@ from jaxpost.programs import train as programs
 from jaxpost.rl import batching
 from jaxpost.stage import algorithms
 from jaxpost.stage import config as config_lib
-from jaxpost.types import Experience, Prompt, Rollout
+from jaxpost.types import Experience, Prompt, Rollout, RowShape
 
 SYMBOLS = 4
 PROMPT = np.array([2], np.int32)
@@ -110,7 +110,7 @@ def measured(algorithm, rl, *, length=2, size=2, binary=False, off_policy=False,
   fit = 16  # sequences in a row
   rows = math.ceil(len(index) / fit)
   batch = batching.to_batch(
-    rollout, range(len(index)), weights.astype(np.float32), credit.arrays, rows, row_length=fit * (length + 1)
+    rollout, range(len(index)), weights.astype(np.float32), credit.arrays, RowShape(rows, fit * (length + 1))
   )
   loss = programs.make_loss(model(), grpo.objective(config), tiny.one_device(), tiny.EXACT)
   split = jax.tree.map(lambda x: jnp.asarray(x)[None], batch)

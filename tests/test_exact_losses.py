@@ -20,7 +20,7 @@ from jaxpost.programs import train as programs
 from jaxpost.rl import batching
 from jaxpost.stage import algorithms
 from jaxpost.stage import config as config_lib
-from jaxpost.types import Batch, Experience, Outputs, Prompt, Rollout
+from jaxpost.types import Batch, Experience, Outputs, Prompt, Rollout, RowShape
 
 LENGTH, BETA = 2, 0.7
 COUNT = exact.SYMBOLS**LENGTH
@@ -179,7 +179,7 @@ def ppo_gradient(values, **rl):
   weights = batching.token_weights(credit.mask, 'token', LENGTH) * (probabilities() * COUNT)[:, None]
   names = ppo.objective(config).arrays
   batch = batching.to_batch(
-    rollout, range(COUNT), np.float32(weights), {k: credit.arrays[k] for k in names}, COUNT, row_length=LENGTH + 1
+    rollout, range(COUNT), np.float32(weights), {k: credit.arrays[k] for k in names}, RowShape(COUNT, LENGTH + 1)
   )
   next_values = np.concatenate([values[:, 1:], rewards[:, None]], axis=1)
   unwhitened = next_values - values

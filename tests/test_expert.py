@@ -23,7 +23,7 @@ from jaxpost.rl import batching
 from jaxpost.rollout import rollout_codec
 from jaxpost.stage import algorithms
 from jaxpost.stage import config as config_lib
-from jaxpost.types import Experience, Prompt, Rollout
+from jaxpost.types import Experience, Prompt, Rollout, RowShape
 
 
 @pytest.mark.parametrize('loss', ['clip', 'gspo', 'dppo_tv'])
@@ -53,7 +53,7 @@ def test_gradient_is_the_sum_of_sample_and_expert_parts(loss):
   credit = grpo.credit(experience, config)
   weights = batching.token_weights(credit.mask, 'token', 2) * np.repeat(probabilities * len(probabilities), 2)[:, None]
   rows = math.ceil(len(pairs) / 16)
-  batch = batching.to_batch(rollout, range(len(pairs)), weights.astype(np.float32), credit.arrays, rows, row_length=48)
+  batch = batching.to_batch(rollout, range(len(pairs)), weights.astype(np.float32), credit.arrays, RowShape(rows, 48))
   loss_fn = programs.make_loss(exact.model(), grpo.objective(config), tiny.one_device(), tiny.EXACT)
   split = jax.tree.map(lambda x: jnp.asarray(x)[None], batch)
   actual = jax.jit(lambda p, b: programs.accumulate(loss_fn, p, b)[1])(exact.params('policy'), split)

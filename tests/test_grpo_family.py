@@ -25,7 +25,7 @@ from jaxpost.rewards.groups import Graded
 from jaxpost.rl import batching, dynamic_sampling, grading, merging
 from jaxpost.stage import algorithms, reward_models, sampling_inputs
 from jaxpost.stage import config as config_lib
-from jaxpost.types import Experience, Prompt, Rollout
+from jaxpost.types import Experience, Prompt, Rollout, RowShape
 
 METHODS = (
   *('grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'sapo', 'gmpo', 'dppo', 'gpg', 'opo'),
@@ -107,7 +107,7 @@ def outcome(config, sampled, length=11, rows=12, micro=12):
   """Returns (loss, metrics, gradients, credit) of one update in a layout of rows and micro-batches."""
   credit = grpo.credit(sampled, config)
   loss_weights = batching.token_weights(credit.mask, config.rl.aggregate, C)
-  batch = batching.to_batch(sampled.rollout, range(N), loss_weights, credit.arrays, rows, row_length=length)
+  batch = batching.to_batch(sampled.rollout, range(N), loss_weights, credit.arrays, RowShape(rows, length))
   model, params = weights()
   loss = programs.make_loss(model, grpo.objective(config), tiny.one_device(), tiny.EXACT)
   split = jax.tree.map(lambda x: jnp.asarray(x).reshape(-1, micro, x.shape[1]), batch)
@@ -434,6 +434,10 @@ BAD = {
   'gradient in the reward': (dict(rl=dict(kl_in='reward', kl_estimator='k3+')), 'use k1'),
   'no gradient of the KL in the reward': (dict(rl=dict(kl_in='reward', kl_estimator='k3')), 'use k1'),
   'correction': (dict(rl=dict(importance=('tis',))), 'token_truncated'),
+  'correction with replay': (
+    dict(rl=dict(importance=('tis', 'icepop'), replay=2), reward=('gsm8k',)),
+    "'tis'. are not known",
+  ),
   'two ratios': (dict(rl=dict(importance=('token_truncated', 'icepop'))), 'would each multiply'),
   'empty band': (dict(rl=dict(importance=('token_mask',), token_low=3.0, token_high=2.0)), 'no token is kept'),
   'dual clip': (dict(rl=dict(dual_clip=0.5)), 'must be above 1'),
@@ -646,8 +650,8 @@ def test_from_rows_inverts_to_batch():
   values = np.random.RandomState(0).standard_normal((N, C)).astype(np.float32)
   mask = batching.completion_mask(rolled_out)
   for length, rows in ((11, 12), (40, 4)):
-    batch = batching.to_batch(rolled_out, range(N), mask, {'x': values}, rows, row_length=length)
-    back = batching.from_rows(rolled_out, batch.arrays['x'][None], rows, length)
+    batch = batching.to_batch(rolled_out, range(N), mask, {'x': values}, RowShape(rows, length))
+    back = batching.from_rows(rolled_out, batch.arrays['x'][None], RowShape(rows, length))
     np.testing.assert_array_equal(back, values * mask)
     assert (batch.sequence_ids > 0).sum() == rolled_out.lengths.sum()
 

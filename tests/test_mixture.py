@@ -24,7 +24,7 @@ from jaxpost.rewards.pool import RewardPool
 from jaxpost.rl import batching, mixture, reward_metrics
 from jaxpost.rollout import rollout_codec
 from jaxpost.stage import prepare
-from jaxpost.types import Credit, Experience, Prompt, Rollout
+from jaxpost.types import Credit, Experience, Prompt, Rollout, RowShape
 
 
 def right(completions, answer, **columns):
@@ -312,7 +312,7 @@ def test_policy_gradient_uses_temperature_of_each_source():
     {},
   )
   weights = batching.token_weights(credit.mask, 'token', 2) * (chance * len(answers))[:, None]
-  batch = batching.to_batch(rollout, range(len(chance)), weights.astype(np.float32), credit.arrays, 2, row_length=50)
+  batch = batching.to_batch(rollout, range(len(chance)), weights.astype(np.float32), credit.arrays, RowShape(2, 50))
   assert sorted(set(batch.temperature.ravel())) == [0.0, 0.5, 2.0]
   loss = programs.make_loss(exact.model(), grpo.objective(reinforce), tiny.one_device(), tiny.EXACT)
   split = jax.tree.map(lambda x: jnp.asarray(x)[None], batch)

@@ -26,7 +26,7 @@ from jaxpost.programs import train
 from jaxpost.programs.compile import Ledger
 from jaxpost.rl import batching, merging
 from jaxpost.rollout import native
-from jaxpost.types import Batch, Prompt
+from jaxpost.types import Batch, Prompt, RowShape
 
 SPARSE = dict(family='qwen3_moe', experts=Experts(8, 3, 24))
 
@@ -333,7 +333,7 @@ def test_sampler_records_the_experts_of_each_token_for_replay(model, params):
     step=0,
     run_key=np.zeros(2, np.uint32),
   )
-  batch = batching.to_batch(rollout, range(6), np.ones((6, 6)), {}, num_rows=3, row_length=28)
+  batch = batching.to_batch(rollout, range(6), np.ones((6, 6)), {}, RowShape(3, 28))
   hidden, routing = jax.jit(
     lambda p: model.forward(p, batch.tokens, batch.positions, batch.segment_ids, compute=tiny.EXACT, routing=True)
   )(params)

@@ -23,6 +23,7 @@ from jaxpost.rewards import length
 from jaxpost.rl import batching
 from jaxpost.stage import algorithms
 from jaxpost.stage import config as config_lib
+from jaxpost.types import RowShape
 
 TESTS = pathlib.Path(__file__).parent
 CAUGHT_BY = {
@@ -215,7 +216,7 @@ def test_short_completions_share_rows():
   made = rollout()
   mask = batching.completion_mask(made)
   total = int(batching.prompt_lengths(made).sum() + made.lengths.sum())
-  batch = batching.to_batch(made, range(12), mask, {}, -(-total // 32) + 1, row_length=32)
+  batch = batching.to_batch(made, range(12), mask, {}, RowShape(-(-total // 32) + 1, 32))
   real = batch.segment_ids > 0
   assert real.sum() == total
   for row in real:  # padding only at the end
@@ -226,6 +227,6 @@ def test_short_completions_share_rows():
 def test_trained_tokens_are_those_that_were_sampled():
   made = rollout()
   mask = batching.completion_mask(made)
-  batch = batching.to_batch(made, range(12), mask, {}, 12, row_length=11)
-  back = batching.from_rows(made, batch.tokens, 12, 11)
+  batch = batching.to_batch(made, range(12), mask, {}, RowShape(12, 11))
+  back = batching.from_rows(made, batch.tokens, RowShape(12, 11))
   np.testing.assert_array_equal(back, made.completions * mask)

@@ -33,7 +33,7 @@ from jaxpost.stage import config as config_lib
 from jaxpost.stage import load_weights as weights_lib
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.tools import inference
-from jaxpost.types import Experience, Outputs, Prompt, Rollout, Update
+from jaxpost.types import Experience, Outputs, Prompt, Rollout, RowShape, Update
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 GOLDEN = json.loads((ROOT / 'tests/golden/losses.json').read_text())
@@ -187,7 +187,7 @@ def laid_out(config, length, num_rows, members=range(12)):
   experience = graded()
   credit = ppo.credit(experience, config)
   token_weights = batching.token_weights(credit.mask, config.rl.aggregate, 6)
-  return batching.to_batch(experience.rollout, list(members), token_weights, credit.arrays, num_rows, row_length=length)
+  return batching.to_batch(experience.rollout, list(members), token_weights, credit.arrays, RowShape(num_rows, length))
 
 
 @functools.lru_cache
@@ -279,7 +279,7 @@ def outcome(config) -> list[float]:
   credit = ppo.credit(experience, config)
   weights_ = batching.token_weights(credit.mask, config.rl.aggregate, 6)
   batch = jax.tree.map(
-    jnp.asarray, batching.to_batch(experience.rollout, range(12), weights_, credit.arrays, 12, row_length=11)
+    jnp.asarray, batching.to_batch(experience.rollout, range(12), weights_, credit.arrays, RowShape(12, 11))
   )
   random = np.random.RandomState(4)
 

@@ -20,7 +20,7 @@ from jaxpost.rl import batching
 from jaxpost.rollout import rollout_codec
 from jaxpost.stage import algorithms
 from jaxpost.stage import config as config_lib
-from jaxpost.types import Experience, Prompt, Rollout
+from jaxpost.types import Experience, Prompt, Rollout, RowShape
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_gradient_of_a_replayed_group_is_the_exact_one(rl):
   grpo.rl_fields.check(config)
   credit = grpo.credit(experience, config)
   weights = batching.token_weights(credit.mask, 'token', 1) * np.repeat(chance * len(chance), 2)[:, None]
-  batch = batching.to_batch(rollout, range(len(index)), weights.astype(np.float32), credit.arrays, 1, row_length=16)
+  batch = batching.to_batch(rollout, range(len(index)), weights.astype(np.float32), credit.arrays, RowShape(1, 16))
   loss = programs.make_loss(exact.model(), grpo.objective(config), tiny.one_device(), tiny.EXACT)
   micro_batches = jax.tree.map(lambda x: jnp.asarray(x)[None], batch)
   actual = jax.jit(lambda p, b: programs.accumulate(loss, p, b)[1])(exact.params('policy'), micro_batches)

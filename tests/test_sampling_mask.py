@@ -23,7 +23,7 @@ from jaxpost.programs import train as programs
 from jaxpost.rl import batching
 from jaxpost.stage import algorithms
 from jaxpost.stage import config as config_lib
-from jaxpost.types import Experience, Prompt, Rollout
+from jaxpost.types import Experience, Prompt, Rollout, RowShape
 
 V, DRAWS = 12, 400
 ROW = np.random.default_rng(5).normal(size=V).astype(np.float32) * 2
@@ -172,7 +172,7 @@ def test_the_gradient_is_that_of_the_truncated_policy(masked):
   config = exact.config_of('grpo', dict(advantage='leave_one_out'))
   credit = grpo.credit(experience, config)
   weights = batching.token_weights(credit.mask, 'token', 2) * np.repeat(probability * len(probability), 2)[:, None]
-  batch = batching.to_batch(rollout, range(len(index)), weights.astype(np.float32), credit.arrays, 6, row_length=48)
+  batch = batching.to_batch(rollout, range(len(index)), weights.astype(np.float32), credit.arrays, RowShape(6, 48))
   loss = programs.make_loss(exact.model(), grpo.objective(config), tiny.one_device(), tiny.EXACT)
   split = jax.tree.map(lambda x: jnp.asarray(x)[None], batch)
   gradient = jax.jit(lambda p, b: programs.accumulate(loss, p, b)[1])(exact.params('policy'), split)

@@ -64,8 +64,8 @@ def test_packed_completions_attend_to_their_prompt_and_own_tokens_only(seed):
   values = random.standard_normal(sampled.logprobs.shape).astype(np.float32)
   mask = batching.completion_mask(sampled)
   shape = RowShape(max(1, prompts * size), length, True)
-  batch = batching.to_batch(sampled, range(prompts * size), mask, {'x': values}, *shape)
-  np.testing.assert_array_equal(batching.from_rows(sampled, batch.arrays['x'][None], *shape), values * mask)
+  batch = batching.to_batch(sampled, range(prompts * size), mask, {'x': values}, shape)
+  np.testing.assert_array_equal(batching.from_rows(sampled, batch.arrays['x'][None], shape), values * mask)
   assert batch.loss_weights.sum() == sampled.lengths.sum()
   seen = []
   for row in range(shape[0]):
@@ -114,9 +114,9 @@ def test_batch_rows_suffice_for_any_minibatch(seed):
   for fixed in (True, False):
     sampled = rollout(seed, *vars(section).values(), fixed=fixed)
     all_sequences = np.arange(prompts * size)
-    assert len([*batching.places(sampled, all_sequences, shape.rows, length, share_prompt=True)]) == len(all_sequences)
+    assert len([*batching.places(sampled, all_sequences, RowShape(shape.rows, length, True))]) == len(all_sequences)
     for members in batching.minibatches(len(all_sequences), config.rl, 0, seed):
-      placed = [*batching.places(sampled, members, shape.update_rows, length, share_prompt=True)]
+      placed = [*batching.places(sampled, members, RowShape(shape.update_rows, length, True))]
       assert sorted(p.sequence for p in placed) == sorted(members) and max(p.end for p in placed) <= length
 
 
@@ -144,9 +144,9 @@ def test_rows_suffice_if_prompts_of_a_group_share_only_a_prefix():
     sampled = rollout(0, 4, 8, 256, 768 - common, fixed=True)
     sampled = sampled.replace(prompts=tuple(p.replace(tokens=p.tokens[:common]) for p in sampled.prompts))
     mask = batching.completion_mask(sampled)
-    row_shape = shape.rows, shape.row_length, True
-    batch = batching.to_batch(sampled, range(32), mask, {}, *row_shape)
-    restored = batching.from_rows(sampled, batch.tokens[None].astype(float), *row_shape)
+    row_shape = RowShape(shape.rows, shape.row_length, True)
+    batch = batching.to_batch(sampled, range(32), mask, {}, row_shape)
+    restored = batching.from_rows(sampled, batch.tokens[None].astype(float), row_shape)
     np.testing.assert_array_equal(restored, sampled.completions)
 
 
@@ -171,7 +171,7 @@ def outcome(model, params, sampled, shape, micro=1, experts=False):
     for name in ('advantages', 'sampler_logprobs', 'ref_logprobs')
   }
   weights = batching.token_weights(mask, 'token', mask.shape[1])
-  batch = batching.to_batch(sampled, range(len(mask)), weights, arrays, *shape)
+  batch = batching.to_batch(sampled, range(len(mask)), weights, arrays, RowShape(*shape))
   assert not experts or batch.experts is not None
   layout = tiny.one_device()
   loss = train.make_loss(model, grpo.objective(CONFIG), layout, tiny.EXACT)

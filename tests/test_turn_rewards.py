@@ -24,7 +24,7 @@ from jaxpost.losses import advantages, turn_advantages
 from jaxpost.programs import train as programs
 from jaxpost.rl import batching, merging
 from jaxpost.rollout import rollout_codec, rollout_files
-from jaxpost.types import Experience, Prompt, Rollout
+from jaxpost.types import Experience, Prompt, Rollout, RowShape
 
 ENVIRONMENT = episodes.ENVIRONMENT.replace('  def reset(', '  turn_reward = 0.0\n\n  def reset(').replace(
   '    self.told.append(n)\n', '    self.told.append(n)\n    self.turn_reward = (n + 1) / 8\n'
@@ -72,7 +72,7 @@ def enumerated(rl):
   credit = grpo.credit(experience, config)
   weights = batching.token_weights(credit.mask, 'token', 3) * np.repeat(pair_weights * len(pair_weights), 2)[:, None]
   batch = batching.to_batch(
-    rollout, range(len(pairs)), weights.astype(np.float32), credit.arrays, len(pairs) // 16, row_length=64
+    rollout, range(len(pairs)), weights.astype(np.float32), credit.arrays, RowShape(len(pairs) // 16, 64)
   )
   loss = programs.make_loss(exact.model(), grpo.objective(config), tiny.one_device(), tiny.EXACT)
   split = jax.tree.map(lambda x: jnp.asarray(x)[None], batch)

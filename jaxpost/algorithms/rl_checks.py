@@ -38,37 +38,38 @@ def check_estimator(config: Config) -> None:
 
 def check_features(config: Config) -> None:
   """Raises InputError for an optional feature that does not go with the other fields."""
-  check_kl_target(config)
-  check_sampling_mask(config)
-  check_expert(config)
-  check_replay(config)
-  check_quantized_sampler(config)
-  check_covariance(config)
-  check_dynamic_sampling(config)
-
-
-def check_kl_target(config: Config) -> None:
-  """Refuses an adaptive coefficient of a KL that is not in the reward, or starts at 0."""
-  rl = config.rl
+  rl, rollout = config.rl, config.rollout
   refuse(
     rl.kl_in != 'reward' and rl.kl_target > 0,
     'config.rl.kl_target: only a KL in the reward adapts; set config.rl.kl_in=reward',
   )
   refuse(rl.kl_target > 0 and not rl.kl_coef, 'config.rl.kl_target: needs a kl_coef to start from')
-
-
-def check_sampling_mask(config: Config) -> None:
-  """Refuses a sampling mask without a bounded set of ids, or where rollouts do not carry it."""
-  rollout = config.rollout
   refuse(
-    config.rl.sampling_mask and (not rollout.top_k or bool(rollout.top_logprobs or _from_environment_or_file(config))),
+    rl.sampling_mask and (not rollout.top_k or bool(rollout.top_logprobs or _from_environment_or_file(config))),
     'config.rl.sampling_mask: keeps rollout.top_k ids a token, so set that; and leave out rollout.top_logprobs, '
     'environment and train_on_rollouts',
   )
+  _check_replaced_samples(config)
+  refuse(
+    bool(rollout.weights or rollout.cache) and rl.old_policy != 'sampler' and set(rl.importance) <= {'opsm'},
+    f'config.rl.importance: {rl.importance} corrects nothing, and a sampler in 8 bits (rollout.weights, rollout.cache) '
+    "draws from another distribution; leave it ('auto',), or set rl.old_policy=sampler",
+  )
+  is_stale = rl.old_policy == 'sampler' and (rollout.staleness or rl.keep_surplus or rl.replay)
+  refuse(
+    rl.kl_cov > 0 and rl.epochs * rl.minibatches == 1 and not is_stale,
+    'config.rl.kl_cov: is a KL to the old policy, which is 0 in the only update of a rollout; '
+    'use rl.clip_cov, more config.rl.minibatches, or rl.old_policy=sampler with config.rollout.staleness',
+  )
+  refuse(
+    rl.clip_cov > 0 and rl.cov_low >= rl.cov_high,
+    f'config.rl.cov_low: {rl.cov_low} is not below cov_high={rl.cov_high}, so no token is clipped; raise cov_high',
+  )
+  check_dynamic_sampling(config)
 
 
-def check_expert(config: Config) -> None:
-  """Refuses completions of the data in groups of samples where terms of the loss are estimated from samples."""
+def _check_replaced_samples(config: Config) -> None:
+  """Refuses `expert` and `replay`, which replace the last sample of a group, where groups cannot have such a sample."""
   rl = config.rl
   estimated = rl.kl_coef or rl.clip_cov or rl.kl_cov or rl.entropy_target
   refuse(
@@ -80,48 +81,17 @@ def check_expert(config: Config) -> None:
     rl.expert and config.rollout.group_size < 2,
     'config.rl.expert: a group is one completion of the data and at least one sample; raise config.rollout.group_size',
   )
-
-
-def check_replay(config: Config) -> None:
-  """Refuses replayed samples where groups change after they are drawn, or no weight corrects for the age of samples."""
-  rl = config.rl
-  if not rl.replay:
-    return
   groups_change = rl.dynamic_sampling or rl.expert or _from_environment_or_file(config) or not config.reward
   refuse(
-    bool(groups_change),
+    bool(rl.replay and groups_change),
     'config.rl.replay: needs a reward function, and groups that stay as they were drawn; leave out dynamic_sampling, '
     'expert, environment and train_on_rollouts',
   )
+  weighs = any(method.weighs for name, method in importance.METHODS.items() if name in rl.importance)
   refuse(
-    rl.old_policy != 'sampler' and not any(importance.METHODS[x].weighs for x in rl.importance if x != 'opsm'),
+    rl.replay > 0 and rl.old_policy != 'sampler' and not weighs,
     'config.rl.replay: its samples are those of an older policy, and no weight corrects for that; '
     "set rl.old_policy=sampler, or leave rl.importance ('auto',)",
-  )
-
-
-def check_quantized_sampler(config: Config) -> None:
-  """Refuses a sampler in 8 bits whose difference from the policy nothing corrects."""
-  rl, rollout = config.rl, config.rollout
-  refuse(
-    bool(rollout.weights or rollout.cache) and rl.old_policy != 'sampler' and set(rl.importance) <= {'opsm'},
-    f'config.rl.importance: {rl.importance} corrects nothing, and a sampler in 8 bits (rollout.weights, rollout.cache) '
-    "draws from another distribution; leave it ('auto',), or set rl.old_policy=sampler",
-  )
-
-
-def check_covariance(config: Config) -> None:
-  """Refuses Clip-Cov and KL-Cov where they would change no token."""
-  rl = config.rl
-  is_stale = rl.old_policy == 'sampler' and (config.rollout.staleness or rl.keep_surplus or rl.replay)
-  refuse(
-    rl.kl_cov > 0 and rl.epochs * rl.minibatches == 1 and not is_stale,
-    'config.rl.kl_cov: is a KL to the old policy, which is 0 in the only update of a rollout; '
-    'use rl.clip_cov, more config.rl.minibatches, or rl.old_policy=sampler with config.rollout.staleness',
-  )
-  refuse(
-    rl.clip_cov > 0 and rl.cov_low >= rl.cov_high,
-    f'config.rl.cov_low: {rl.cov_low} is not below cov_high={rl.cov_high}, so no token is clipped; raise cov_high',
   )
 
 

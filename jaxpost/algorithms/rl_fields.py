@@ -9,10 +9,10 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from jaxpost.algorithms.base import Config
 from jaxpost.errors import refuse, refuse_unread
 from jaxpost.losses import advantages, policy_gradient
 
-Config = Any  # `stage.schema.Config`
 RlSection = Any  # `config.rl`
 
 # Fields of `config.rl` that only some surrogates, corrections or estimators read.

@@ -6,7 +6,6 @@ If a process does not connect in time, all others name it. `peers.py` has the he
 import atexit
 import contextlib
 import functools
-import importlib.util
 import os
 import re
 import socket
@@ -43,8 +42,13 @@ def connect(
   Raises:
     InputError: JAX does not know this cluster.
   """
-  if 'proxy' in os.environ.get('JAX_PLATFORMS', ''):
-    return _connect_pathways()
+  if 'proxy' in os.environ.get('JAX_PLATFORMS', ''):  # Pathways, where a single process drives all hosts
+    try:
+      import pathwaysutils
+    except ImportError as e:
+      raise errors.InputError('JAX_PLATFORMS=proxy asks for Pathways: pip install pathwaysutils') from e
+    pathwaysutils.initialize()
+    return
   jax.config.update('jax_cpu_collectives_implementation', 'gloo')
   _open_for_transfers(address)
   coordinator = address or os.environ.get('JAX_COORDINATOR_ADDRESS', '')
@@ -93,15 +97,6 @@ def _open_for_transfers(address: str):
   jax.config.update('jax_cross_host_transfer_socket_address', f'{host}:{port}')
   jax.config.update('jax_cross_host_transport_addresses', f'{host}:0,{host}:0')
   jax.config.update('jax_cross_host_transfer_timeout_seconds', _TRANSFER_TIMEOUT_S)
-
-
-def _connect_pathways():
-  """Initializes Pathways, where a single process drives all hosts."""
-  if importlib.util.find_spec('pathwaysutils') is None:
-    raise errors.InputError('JAX_PLATFORMS=proxy asks for Pathways: pip install pathwaysutils')
-  import pathwaysutils
-
-  pathwaysutils.initialize()
 
 
 @contextlib.contextmanager

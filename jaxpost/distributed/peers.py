@@ -25,18 +25,16 @@ _QUICK = 3  # missed heartbeats after which a process is gone if another failure
 
 
 class Peers:
-  """The heartbeats of all processes, as this one knows them."""
+  """The heartbeats of all processes, as this one knows them.
+
+  Args:
+    client: JAX's coordination service.
+    index: index of this process, of `count`.
+    timeout_s: seconds without a heartbeat after which a process is gone.
+    failure: () -> the exception that another process has ended with, or None.
+  """
 
   def __init__(self, client: Any, index: int, count: int, timeout_s: float, failure: Callable[[], Exception | None]):
-    """See the class.
-
-    Args:
-      client: JAX's coordination service.
-      index: index of this process.
-      count: number of processes.
-      timeout_s: seconds without a heartbeat after which a process is gone.
-      failure: () -> the exception that another process has ended with, or None.
-    """
     self.index = index
     self._client = client
     self._timeout_s = timeout_s

@@ -14,7 +14,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -165,14 +165,6 @@ class Agents(Episodes):
     return self.rollout(episodes, prompts, group_size, step, figures)
 
 
-class _Running(NamedTuple):
-  """An episode in progress, its environment, and the futures of its `Answer`s."""
-
-  episode: Episode
-  environment: Environment
-  futures: list[concurrent.futures.Future]
-
-
 class AgentScheduler:
   """The episodes of one call of `Agents`: which are running, and which wait for a free process."""
 
@@ -180,7 +172,8 @@ class AgentScheduler:
     self.owner = owner
     self.waiting = collections.deque(episodes)
     self.free = list(owner.pool.all)
-    self.running: list[_Running] = []
+    # {environment: (the episode that it plays, the futures of its `Answer`s)}
+    self.running: dict[Environment, tuple[Episode, list[concurrent.futures.Future]]] = {}
     # Keys that no agent can guess, so that none writes into the episode of another.
     self.sessions = {
       secrets.token_urlsafe(): Session(e, owner.turns, owner.limits, e.prompt.source.get('sampling', {}) | sampling)
@@ -191,14 +184,14 @@ class AgentScheduler:
 
   def advance(self) -> bool:
     """Collects finished episodes and starts waiting ones; returns True once all are over."""
-    for item in [x for x in self.running if x.futures[-1].done()]:
-      self.running.remove(item)
-      self.free.append(item.environment)
-      self._finish(item.episode, item.futures)
+    for environment, (episode, futures) in list(self.running.items()):
+      if futures[-1].done():
+        del self.running[environment]
+        self.free.append(environment)
+        self._finish(episode, futures)
     while self.waiting and self.free:
-      episode = self.waiting.popleft()
-      environment = self.free.pop(0)
-      self.running.append(_Running(episode, environment, self._start(episode, environment)))
+      episode, environment = self.waiting.popleft(), self.free.pop(0)
+      self.running[environment] = episode, self._start(episode, environment)
     return not self.running and not self.waiting
 
   def _start(self, e: Episode, environment: Environment) -> list[concurrent.futures.Future]:

@@ -29,18 +29,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class PendingAnswers:
-  """Requests to an environment that are not answered yet.
-
-  Attributes:
-    verb: 'reset', 'call' or 'reward'.
-    futures: of `Answer`, one for each request; empty if the environment belongs to another process.
-    block: number of the block after which they were sent.
-  """
+  """Requests to an environment that are not answered yet."""
 
   episode: Episode
-  verb: str
+  verb: str  # 'reset', 'call' or 'reward'
+  # Of `Answer`, one for each request; empty if the environment belongs to another process.
   futures: list[concurrent.futures.Future]
-  block: int
+  block: int  # number of the block after which they were sent
 
 
 class EpisodeScheduler:

@@ -14,17 +14,13 @@ import dataclasses
 import email.utils
 import http
 import logging
+import resource
 import socket
 import threading
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 import h11
-
-try:
-  import resource
-except ImportError:  # Windows
-  resource = None
 
 MAX_BODY = 1 << 24  # bytes of a request
 PATIENCE_S = 60.0  # time for a request to be complete, for the next one to begin, and for an answer to be read
@@ -46,11 +42,15 @@ class Reply(NamedTuple):
 
 
 class HttpError(Exception):
-  """A request that is refused before it is read to its end; the connection ends with it."""
+  """A request is refused with this status, and with this `code` in the API's error.
 
-  def __init__(self, status: int, message: str) -> None:
+  Raised before the request is read to its end, it ends the connection.
+  """
+
+  def __init__(self, status: int, message: str, code: str | None = None) -> None:
     super().__init__(message)
     self.status = status
+    self.code = code
 
 
 @dataclasses.dataclass(eq=False)
@@ -92,9 +92,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 def raise_file_limit() -> None:
   """Raises this process's limit of open files, often 1,024, to the most that the system allows: a socket is a file."""
-  if resource:
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+  hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+  resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class Connections:
@@ -108,8 +107,8 @@ class Connections:
   Args:
     listening: see `listen`.
     answer: makes the reply to a call; runs in the thread of the connections and must not block it.
-    admit: called with the headers of a request before its body is read; may raise HttpError.
     refusal: (status, message) -> the reply to a request that is refused before it is read to its end.
+    admit: called with the headers of a request before its body is read; may raise HttpError.
   """
 
   def __init__(
@@ -136,8 +135,7 @@ class Connections:
     if self._thread.is_alive():
       self._loop.call_soon_threadsafe(self.ending.set)
       self._thread.join()
-    if not self._loop.is_closed():
-      self._loop.close()
+    self._loop.close()
 
   async def _serve(self) -> None:
     server = await asyncio.start_server(self._accepted, sock=self._listening, limit=_PART, backlog=_BACKLOG)
@@ -196,7 +194,10 @@ class _Connection:
     except TimeoutError:
       return False
     except h11.RemoteProtocolError as error:
-      await self._send(self._owner.refusal(*self._meaning(error)))
+      status, message = error.error_status_hint, str(error)
+      if status == 431 and b'\n' not in self._protocol.trailing_data[0]:
+        status, message = 414, f'the address has more than {_MAX_HEAD} bytes'
+      await self._send(self._owner.refusal(status, message))
       return False
     except HttpError as error:
       await self._send(self._owner.refusal(error.status, str(error)))
@@ -222,7 +223,13 @@ class _Connection:
     path = event.target.decode('ascii').partition('?')[0]  # no call takes parameters in its address
     call = Call(event.method.decode('ascii'), path, headers, self._send_event)
     self._owner.admit(call)
-    _check_size(call)
+    if call.method not in ('GET', 'POST'):
+      raise HttpError(501, f'the method {call.method} is not supported')
+    size = headers.get('content-length', '0' if call.method == 'GET' else '')
+    if 'transfer-encoding' in headers or not size:
+      raise HttpError(411, 'a request needs a Content-Length, in bytes')
+    if int(size) > MAX_BODY:
+      raise HttpError(413, f'the body has more than {MAX_BODY} bytes')
     body = bytearray()
     while isinstance(event := await self._next(), h11.Data):
       self._hold(len(event.data))  # not Content-Length: a client that never sends its body would block others
@@ -239,12 +246,6 @@ class _Connection:
         self._write(h11.InformationalResponse(status_code=100, headers=[]))
       self._protocol.receive_data(await self._reader.read(_PART))
     return event
-
-  def _meaning(self, error: h11.RemoteProtocolError) -> tuple[int, str]:
-    """Returns the status and message of the reply to bytes that are not valid HTTP."""
-    if error.error_status_hint == 431 and b'\n' not in self._protocol.trailing_data[0]:
-      return 414, f'the address has more than {_MAX_HEAD} bytes'
-    return error.error_status_hint, str(error)
 
   async def _answer(self, call: Call) -> Reply | None:
     """Returns the reply; None if the client has left, which cancels the call."""
@@ -310,14 +311,3 @@ class _Connection:
   def _hold(self, size: int) -> None:
     self._held += size
     self._owner.held += size
-
-
-def _check_size(call: Call) -> None:
-  """Raises HttpError for a method that is not supported, or a body without a Content-Length or too long."""
-  if call.method not in ('GET', 'POST'):
-    raise HttpError(501, f'the method {call.method} is not supported')
-  size = call.headers.get('content-length', '0' if call.method == 'GET' else '')
-  if 'transfer-encoding' in call.headers or not size:
-    raise HttpError(411, 'a request needs a Content-Length, in bytes')
-  if int(size) > MAX_BODY:
-    raise HttpError(413, f'the body has more than {MAX_BODY} bytes')

@@ -131,7 +131,10 @@ class Translator:
     if calls:
       reason = 'tool_calls'
       message['content'] = self._without_special(turns.before_calls(marked)) or None
-      message['tool_calls'] = [_tool_call(i, call) for i, call in enumerate(calls)]
+      message['tool_calls'] = [
+        dict(id=f'call_{i}', type='function', function=dict(name=c['name'], arguments=json.dumps(c['arguments'])))
+        for i, c in enumerate(calls)
+      ]
     return dict(
       index=index,
       message=message,
@@ -273,18 +276,6 @@ def number(body: dict, name: str, kind: type, default: Any) -> Any:
   return kind(value)
 
 
-def record_entry(api_key: str, model: str, completion: Completion, finish_reason: str) -> dict:
-  """Returns the record of an answer, for training on it."""
-  return dict(
-    session=api_key,
-    model=model,
-    prompt_ids=completion.request.tokens.tolist(),
-    ids=completion.tokens.tolist(),
-    logprobs=[float(x) for x in completion.logprobs],
-    finish_reason=finish_reason,
-  )
-
-
 def _starts(tokenizer: Tokenizer, before: Sequence[int], ids: Iterable[int]) -> list[int]:
   """Returns the offset of each token in the text that all add to `before`; bytes of one character share its offset."""
   offsets: list[int] = []
@@ -305,11 +296,6 @@ def _starts(tokenizer: Tokenizer, before: Sequence[int], ids: Iterable[int]) -> 
 
 def _finish_reason(completion: Completion) -> str:
   return 'stop' if completion.finished else 'length'
-
-
-def _tool_call(index: int, call: dict) -> dict:
-  function = dict(name=call['name'], arguments=json.dumps(call['arguments']))
-  return dict(id=f'call_{index}', type='function', function=function)
 
 
 def head(kind: str, model: str) -> dict:

@@ -68,14 +68,6 @@ class _Job(NamedTuple):
     return self.echo and self.body.get('logprobs') is not None
 
 
-class _Refused(Exception):
-  """A request is refused with this reply."""
-
-  def __init__(self, reply: Reply) -> None:
-    super().__init__()
-    self.reply = reply
-
-
 class Endpoint:
   """The server. It listens from the start; requests are answered while `serve`, or `shared.serve_until`, runs.
 
@@ -132,8 +124,6 @@ class Endpoint:
     self._http = http_connections.Connections(listening, self._reply, self._refuse, self._admit)
     self.url = f'http://{host}:{self._http.port}/v1'
 
-  # ------------------------------------------------------- driving the engines
-
   def serve(self, run_key: Any, step: int = 0) -> dict[str, dict]:
     """Answers requests until `stop` is called from any thread, then closes; returns the figures of each engine."""
     try:
@@ -153,8 +143,6 @@ class Endpoint:
     self._threads.shutdown(wait=False)
     self._scoring.shutdown(wait=False)
 
-  # --------------------------------------------------------------- answering
-
   async def _reply(self, call: Call) -> Reply:
     """Answers a call; runs in the thread of the connections."""
     try:
@@ -165,8 +153,8 @@ class Endpoint:
         models = [dict(id=name, object='model', owned_by='jaxpost') for name in self.engines]
         return Reply(200, json.dumps(dict(object='list', data=models)))
       reply = await self._answer(call)
-    except _Refused as refused:
-      return refused.reply
+    except HttpError as error:
+      return self._refuse(error.status, str(error), error.code)
     except (InputError, ValueError) as error:
       return self._refuse(400, str(error))
     except RecursionError:
@@ -220,15 +208,14 @@ class Endpoint:
     return await run(self._threads, self._respond, job, completions, scores)
 
   def _prepare(self, call: Call) -> _Job:
-    """Reads a body; InputError if it is invalid, _Refused if it names no model."""
+    """Reads a body; InputError if it is invalid, HttpError if it names no model."""
     body = json.loads(call.body)
     refuse(not isinstance(body, dict), 'the body must be a JSON object')
     name = body.get('model')
     if self.sessions or (len(self.engines) == 1 and name in ('', None)):
       name = self.name
     elif not (isinstance(name, str) and name in self.engines):
-      text = f'model: there is no {name!r}; there is {", ".join(self.engines)}'
-      raise _Refused(self._refuse(404, text, 'model_not_found'))
+      raise HttpError(404, f'model: there is no {name!r}; there is {", ".join(self.engines)}', 'model_not_found')
     count = openai_format.number(body, 'n', int, 1)
     requests = self._requests(call.path == _CHAT, body, count)
     session = self.sessions.get(_key(call))
@@ -289,7 +276,12 @@ class Endpoint:
       ended = asyncio.gather(*map(asyncio.wrap_future, answers), return_exceptions=True)
       ended.add_done_callback(lambda _: arrived.put_nowait(None))
       while (part := await arrived.get()) is not None:
-        await _send_part(job.call, job.stream, part)
+        event = job.stream.part(*part)
+        if event and not job.call.client_left:
+          try:
+            await job.call.send_event(event)
+          except (ConnectionError, TimeoutError):
+            job.call.leave()
       return [answer.result() for answer in answers]
 
   def _respond(self, job: _Job, completions: list[Completion], scores: list[Any]) -> Reply:
@@ -300,7 +292,16 @@ class Endpoint:
       message = choices[0].get('message') or {'role': 'assistant', 'content': choices[0]['text']}
       job.session.record_answer(job.body, completions[0], message)
     for choice, completion in zip(choices if job.draws else (), completions):
-      self._record(openai_format.record_entry(_key(job.call), job.model, completion, choice['finish_reason']))
+      self._record(
+        dict(
+          session=_key(job.call),
+          model=job.model,
+          prompt_ids=completion.request.tokens.tolist(),
+          ids=completion.tokens.tolist(),
+          logprobs=[float(x) for x in completion.logprobs],
+          finish_reason=choice['finish_reason'],
+        )
+      )
     if job.echo:
       choices = [
         self._translator.with_prompt(c, job.body, job.prompts[i // job.count], scores[i // job.count])
@@ -337,16 +338,6 @@ def _session_request(session: Session, body: dict, requests: list[Request], engi
   if sampling['stop_strings']:  # in addition to those of the run
     request.sampling['stop_strings'] = (*engine.config.stop_strings, *sampling['stop_strings'])
   return request
-
-
-async def _send_part(call: Call, stream: EventStream, part: tuple[int, np.ndarray]) -> None:
-  """Sends an event, unless the client has left."""
-  event = stream.part(*part)
-  if event and not call.client_left:
-    try:
-      await call.send_event(event)
-    except (ConnectionError, TimeoutError):
-      call.leave()
 
 
 def _key(call: Call) -> str:

@@ -28,21 +28,13 @@ PLAY = 'play'  # play(base_url, api_key): an environment with this method is an 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-  """An environment's reply to one request.
+  """An environment's reply to one request."""
 
-  Attributes:
-    value: what the method returned.
-    error: why there is no value; None: there is one.
-    lost: True if the process has ended, and the episode with it.
-    reward: the reward of a tool call, if the environment gives rewards of turns.
-    spoiled: True if that reward is not a finite number, which ends the episode.
-  """
-
-  value: Any = None
-  error: str | None = None
-  lost: bool = False
-  reward: float = 0.0
-  spoiled: bool = False
+  value: Any = None  # what the method returned
+  error: str | None = None  # why there is no value; None: there is one
+  lost: bool = False  # the process has ended, and the episode with it
+  reward: float = 0.0  # of a tool call, if the environment gives rewards of turns
+  spoiled: bool = False  # that reward is not a finite number, which ends the episode
 
 
 class Environment:

@@ -10,7 +10,6 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,13 +47,12 @@ class SharedEngines:
     self._queues: dict[str, queue.SimpleQueue[Request]] = {name: queue.SimpleQueue() for name in engines}
     self.lock = FairLock()
     self.stopped = threading.Event()
-    self._ended = self.stopped.is_set
-    self._tick_s = _TICK_S
 
   def serve(self, run_key: Any, step: int = 0) -> dict[str, dict]:
     """Answers requests until `stopped` is set; returns the figures of each engine."""
     with concurrent.futures.ThreadPoolExecutor(len(self._engines)) as pool:
-      jobs = {name: pool.submit(self._drive, name, run_key, step, on_tokens=_pass_on) for name in self._engines}
+      options = dict(run_key=run_key, step=step, ended=self.stopped.is_set, tick_s=_TICK_S, on_tokens=_pass_on)
+      jobs = {name: pool.submit(self._drive, name, **options) for name in self._engines}
       try:
         for job in concurrent.futures.as_completed(jobs.values()):
           job.result()
@@ -69,12 +67,7 @@ class SharedEngines:
 
     Requests that arrive between two calls wait for the next one, because the weights may change meanwhile.
     """
-    self._ended = ended
-    self._tick_s = _TICK_S / 20
-    try:
-      return self._drive(name, run_key, step, on_dispatch=on_dispatch)
-    finally:
-      self._ended = self.stopped.is_set
+    return self._drive(name, run_key, step, ended, _TICK_S / 20, on_dispatch=on_dispatch)
 
   @contextlib.contextmanager
   def submitted(self, name: str, requests: Sequence[Request], answers: Sequence[Answer]) -> Iterator[None]:
@@ -92,39 +85,38 @@ class SharedEngines:
     for answer in list(self.open):
       answer.cancel()
 
-  def _drive(self, name: str, run_key: Any, step: int, **hooks: Callable | None) -> dict:
-    with self.lock:
-      return self._engines[name].serve(
-        [], run_key=run_key, step=step, next_requests=functools.partial(self._exchange, self._queues[name]), **hooks
-      )
+  def _drive(
+    self, name: str, run_key: Any, step: int, ended: Callable[[], bool], tick_s: float, **hooks: Callable | None
+  ) -> dict:
+    """Runs an engine until `ended()`, which is called between blocks, or every `tick_s` seconds if it is idle."""
+    waiting = self._queues[name]
 
-  def _exchange(self, waiting: queue.SimpleQueue, completions: list[Completion], idle: bool) -> list[Request]:
-    """Delivers completions and returns new requests; the engine calls it between blocks.
+    def exchange(completions: list[Completion], idle: bool) -> list[Request]:
+      """Delivers completions and returns the queued requests; the engine calls it between blocks.
 
-    Other engines may run while it waits.
-    """
-    for completion in completions:
-      if completion.request.tag.set_running_or_notify_cancel():  # False if its client has just left
-        completion.request.tag.set_result(completion)
-    if self._ended():
-      return []
-    self.lock.release()
-    try:
-      return self._next_requests(waiting, idle)
-    finally:
-      self.lock.acquire()
-
-  def _next_requests(self, waiting: queue.SimpleQueue, idle: bool) -> list[Request]:
-    """Returns the queued requests; an idle engine waits until there is one or the end."""
-    ready: list[Request] = []
-    while True:
+      If the engine is idle, it waits until there is a request or the end, and other engines may run meanwhile.
+      """
+      for completion in completions:
+        if completion.request.tag.set_running_or_notify_cancel():  # False if its client has just left
+          completion.request.tag.set_result(completion)
+      ready: list[Request] = []
+      if ended():
+        return ready
+      self.lock.release()
       try:
-        request = waiting.get(block=idle and not ready, timeout=self._tick_s)
-        if not request.is_cancelled():
-          ready.append(request)
-      except queue.Empty:
-        if ready or not idle or self._ended():
-          return ready
+        while True:
+          try:
+            request = waiting.get(block=idle and not ready, timeout=tick_s)
+            if not request.tag.cancelled():
+              ready.append(request)
+          except queue.Empty:
+            if ready or not idle or ended():
+              return ready
+      finally:
+        self.lock.acquire()
+
+    with self.lock:
+      return self._engines[name].serve([], run_key=run_key, step=step, next_requests=exchange, **hooks)
 
 
 def _pass_on(request: Request, tokens: np.ndarray) -> None:
@@ -139,26 +131,21 @@ class FairLock:
   """
 
   def __init__(self) -> None:
-    # A locked lock for each thread that holds the `FairLock`, which is the first one, or waits for it.
-    self._queue: collections.deque[threading.Lock] = collections.deque()
-    self._mutex = threading.Lock()
+    self._queue: collections.deque[object] = collections.deque()  # of the holder, and then of each thread that waits
+    self._changed = threading.Condition()
 
   def acquire(self) -> None:
     """Waits until all threads that came before have released the lock."""
-    turn = threading.Lock()
-    turn.acquire()
-    with self._mutex:
+    turn = object()
+    with self._changed:
       self._queue.append(turn)
-      is_first = len(self._queue) == 1
-    if not is_first:
-      turn.acquire()  # blocks until `release` of the thread before
+      self._changed.wait_for(lambda: self._queue[0] is turn)
 
   def release(self) -> None:
     """Passes the lock on to the next thread in the queue."""
-    with self._mutex:
+    with self._changed:
       self._queue.popleft()
-      if self._queue:
-        self._queue[0].release()
+      self._changed.notify_all()
 
   def __enter__(self) -> None:
     self.acquire()

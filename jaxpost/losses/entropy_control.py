@@ -18,8 +18,6 @@ def covariance(logprobs: np.ndarray, advantages: np.ndarray, mask: np.ndarray) -
   """
   same_shape('logprobs, advantages, mask [N, C]', 2, logprobs, advantages, mask)
   mask = np.asarray(mask, bool)
-  if not mask.any():
-    return np.zeros(mask.shape)
 
   def centered(x):
     x = np.asarray(x, np.float64)

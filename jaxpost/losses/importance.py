@@ -36,13 +36,13 @@ def token_truncated(log_ratio: np.ndarray, mask: np.ndarray, options: Correction
   "Your efficient RL framework secretly brings you off-policy RL training" (Yao et al. 2025).
   """
   del mask
-  return np.minimum(exp(log_ratio), options.importance_cap)
+  return np.minimum(clamped_exp(log_ratio), options.importance_cap)
 
 
 def sequence_truncated(log_ratio: np.ndarray, mask: np.ndarray, options: CorrectionOptions) -> np.ndarray:
   """min(product of the ratios of the sequence, cap), at each of its tokens."""
   total = (log_ratio * mask).sum(axis=1, keepdims=True)
-  return np.broadcast_to(np.minimum(exp(total), options.importance_cap), mask.shape)
+  return np.broadcast_to(np.minimum(clamped_exp(total), options.importance_cap), mask.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,9 @@ def correction(names: Sequence[str], log_ratio: np.ndarray, mask: np.ndarray, op
   Returns:
     [N, C] float32 weights, 0 where the mask is 0.
   """
-  log_ratio, mask = _arguments('log_ratio, mask [N, C]', mask, log_ratio)
+  same_shape('log_ratio, mask [N, C]', 2, log_ratio, mask)
+  mask = np.asarray(mask, bool)
+  log_ratio = np.where(mask, np.asarray(log_ratio, np.float64), 0)
   weights = mask.astype(np.float64)
   for name in names:
     weights = weights * METHODS[name].fn(log_ratio, mask, options)
@@ -119,20 +121,21 @@ def off_policy_metrics(old_logprobs: np.ndarray, sampler_logprobs: np.ndarray, m
   Returns:
     {metric: value}; {} if no token is trained.
   """
-  old, mask = _arguments('old_logprobs, mask [N, C]', mask, old_logprobs)
-  sampler, _ = _arguments('sampler_logprobs, mask [N, C]', mask, sampler_logprobs)
+  same_shape('old_logprobs, sampler_logprobs, mask [N, C]', 2, old_logprobs, sampler_logprobs, mask)
+  mask = np.asarray(mask, bool)
   trained = mask.any(axis=1)
   if not trained.any():
     return {}
-  old, sampler, mask = old[trained], sampler[trained], mask[trained]
+  mask = mask[trained]
+  old, sampler = (np.where(mask, np.asarray(x, np.float64)[trained], 0) for x in (old_logprobs, sampler_logprobs))
   log_ratio = old - sampler
   trainer_mean = sequence_mean(old, mask)
   sampler_mean = sequence_mean(sampler, mask)
   gap = sampler_mean - trainer_mean
-  total = exp(log_ratio.sum(axis=1))
+  total = clamped_exp(log_ratio.sum(axis=1))
   metrics = {
     'kl': -log_ratio[mask].mean(),
-    'k3_kl': (exp(log_ratio) - 1 - log_ratio)[mask].mean(),
+    'k3_kl': (clamped_exp(log_ratio) - 1 - log_ratio)[mask].mean(),
     'training_ppl': np.exp(-trainer_mean).mean(),
     'training_log_ppl': -trainer_mean.mean(),
     'rollout_ppl': np.exp(-sampler_mean).mean(),
@@ -142,7 +145,7 @@ def off_policy_metrics(old_logprobs: np.ndarray, sampler_logprobs: np.ndarray, m
     'log_ppl_diff_max': gap.max(),
     'log_ppl_diff_min': gap.min(),
     'ppl_ratio': np.exp(gap).mean(),
-    'chi2_token': (exp(log_ratio) ** 2)[mask].mean() - 1,
+    'chi2_token': (clamped_exp(log_ratio) ** 2)[mask].mean() - 1,
     'chi2_seq': (total**2).mean() - 1,
   }
   return {f'rollout_corr/{k}': float(v) for k, v in metrics.items()}
@@ -168,16 +171,8 @@ def weight_metrics(weights: np.ndarray, advantages: np.ndarray, mask: np.ndarray
   return {f'importance_weight/{k}': float(v) for k, v in metrics.items()}
 
 
-def _arguments(names: str, mask: np.ndarray, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Returns (array as float64 with 0 outside of the mask, mask as bool); `names` is for `same_shape`."""
-  array = np.asarray(array, np.float64)
-  mask = np.asarray(mask, bool)
-  same_shape(names, 2, array, mask)
-  return np.where(mask, array, 0), mask
-
-
-def exp(log_ratio: np.ndarray) -> np.ndarray:
-  """Returns the ratio, with its log clamped to [-20, 20]."""
+def clamped_exp(log_ratio: np.ndarray) -> np.ndarray:
+  """Returns the ratio, from its log clamped to [-20, 20]."""
   return np.exp(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 

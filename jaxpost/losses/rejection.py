@@ -8,7 +8,7 @@ as in token_mask and sequence_mask.
 
 import numpy as np
 
-from jaxpost.losses.importance import CorrectionOptions, exp, sequence_mean
+from jaxpost.losses.importance import CorrectionOptions, clamped_exp, sequence_mean
 
 
 def icepop(log_ratio: np.ndarray, mask: np.ndarray, options: CorrectionOptions) -> np.ndarray:
@@ -16,26 +16,26 @@ def icepop(log_ratio: np.ndarray, mask: np.ndarray, options: CorrectionOptions) 
 
   IcePop ("Every step evolves", arXiv:2510.18855).
   """
-  return exp(log_ratio) * token_mask(log_ratio, mask, options)
+  return clamped_exp(log_ratio) * token_mask(log_ratio, mask, options)
 
 
 def token_mask(log_ratio: np.ndarray, mask: np.ndarray, options: CorrectionOptions) -> np.ndarray:
   """1 where the ratio is within [token_low, token_high], else 0."""
   del mask
-  ratio = exp(log_ratio)
+  ratio = clamped_exp(log_ratio)
   return (ratio >= options.token_low) & (ratio <= options.token_high)
 
 
 def sequence_mask(log_ratio: np.ndarray, mask: np.ndarray, options: CorrectionOptions) -> np.ndarray:
   """1 where the geometric mean of the sequence's ratios is in range, else 0."""
-  mean = exp(sequence_mean(log_ratio, mask)[:, None])
+  mean = clamped_exp(sequence_mean(log_ratio, mask)[:, None])
   kept = (mean >= options.sequence_low) & (mean <= options.sequence_high)
   return np.broadcast_to(kept, mask.shape)
 
 
 def product_mask(log_ratio: np.ndarray, mask: np.ndarray, options: CorrectionOptions) -> np.ndarray:
   """1 where the product of the sequence's ratios is in [product_low, product_high], else 0."""
-  product = exp((log_ratio * mask).sum(axis=1, keepdims=True))
+  product = clamped_exp((log_ratio * mask).sum(axis=1, keepdims=True))
   kept = (product >= options.product_low) & (product <= options.product_high)
   return np.broadcast_to(kept, mask.shape)
 
@@ -69,4 +69,4 @@ def _k2(log_ratio: np.ndarray) -> np.ndarray:
 
 
 def _k3(log_ratio: np.ndarray) -> np.ndarray:
-  return exp(log_ratio) - 1 - log_ratio
+  return clamped_exp(log_ratio) - 1 - log_ratio

@@ -23,15 +23,13 @@ def make_digest(shardings: dict, ledger: Ledger) -> Program:
   leaves = jax.tree.leaves(shardings)
   mesh, specs = leaves[0].mesh, jax.tree.map(lambda s: s.spec, shardings)
 
-  def local(params):
+  def digest(params):  # of one device
     return jnp.stack([_hash(x) for x in jax.tree.leaves(params)])[None]
 
-  def digest(params):
-    return jax.shard_map(
-      local, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(mesh.axis_names), check_vma=False
-    )(params)
-
-  return Program('digest', digest, ledger, jax.sharding.NamedSharding(mesh, PartitionSpec()))
+  by_device = jax.shard_map(
+    digest, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(mesh.axis_names), check_vma=False
+  )
+  return Program('digest', by_device, ledger, jax.sharding.NamedSharding(mesh, PartitionSpec()))
 
 
 def _hash(x):

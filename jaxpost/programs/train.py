@@ -155,25 +155,23 @@ def accumulate(loss: Callable, params: dict, batch: Batch) -> tuple[tuple[jax.Ar
   return fold_micro_batches(value_and_grads, batch)
 
 
-def micro_batch(batch: Batch, i: int | jax.Array) -> Batch:
-  """Returns micro-batch `i` [B, T] of [M, B, T]."""
-  return jax.tree.map(lambda x: x[i], batch)
-
-
 def fold_micro_batches(fn: Callable, batch: Batch, stack: bool = False, count: int | None = None) -> Any:
   """Adds, or stacks along a new first axis, fn(micro-batch [B, T]) over the first `count` of [M, B, T]."""
+
+  def result_of(i):
+    return fn(jax.tree.map(lambda x: x[i], batch))
+
   if len(batch.tokens) == 1:
-    result = fn(micro_batch(batch, 0))
+    result = result_of(0)
     return jax.tree.map(lambda x: x[None], result) if stack else result
   if count is None:  # empty micro-batches at the end, which give a batch of rollouts its static shape, are skipped
     count = jnp.sum(jnp.any(batch.segment_ids > 0, axis=(1, 2)))
   leading = batch.tokens.shape[:1] if stack else ()
 
   def body(i, folded):
-    result = fn(micro_batch(batch, i))
-    return jax.tree.map(lambda all_, x: all_.at[i].set(x) if stack else all_ + x, folded, result)
+    return jax.tree.map(lambda all_, x: all_.at[i].set(x) if stack else all_ + x, folded, result_of(i))
 
-  shapes = jax.eval_shape(fn, micro_batch(batch, 0))
+  shapes = jax.eval_shape(result_of, 0)
   zeros = jax.tree.map(lambda x: jnp.zeros((*leading, *x.shape), x.dtype), shapes)
   return jax.lax.fori_loop(0, count, body, zeros)
 
@@ -192,8 +190,7 @@ def make_update(
 ) -> Program:
   """Makes the program update(state, batch [M, B, T], frozen) -> (state, metrics), which donates `state`.
 
-  `frozen` holds arrays that all micro-batches share: 'params', the
-  parameters that are not in the state, and 'teacher_heads'.
+  `frozen` holds what all micro-batches share: 'params', the parameters outside of the state, and 'teacher_heads'.
 
   A step whose loss, gradient or new state is not finite changes nothing and is counted in `skipped_updates`. A step in
   which all tokens are masked changes nothing either (`empty_updates`), because Adam's momentum would move the weights.

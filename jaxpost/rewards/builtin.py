@@ -69,7 +69,7 @@ def needed_variables(specs: Sequence[str | Callable]) -> list[str]:
 def short_names(specs: Sequence[str | Callable]) -> tuple[str, ...]:
   """Returns a distinct name for each spec, for metrics and errors: 'fn' for 'a.b:fn?x=1'."""
   bases = [s.partition('?')[0] if isinstance(s, str) else s for s in specs]
-  short = [_short(base) for base in bases]
+  short = [b.rpartition(':')[2] if isinstance(b, str) else getattr(b, '__name__', type(b).__name__) for b in bases]
   names = []
   for i, spec in enumerate(specs):
     if spec in specs[:i]:
@@ -88,9 +88,3 @@ def pick(names: Sequence[str], name: str, field: str) -> str:
   if name and name not in names:
     raise InputError(f'{field}: {name!r} is not among the rewards: {", ".join(names) or "there are none"}')
   return name or next(iter(names), '')
-
-
-def _short(spec: str | Callable) -> str:
-  if isinstance(spec, str):
-    return spec.rpartition(':')[2]
-  return getattr(spec, '__name__', type(spec).__name__)

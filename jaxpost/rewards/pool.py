@@ -79,7 +79,13 @@ class RewardPool(contextlib.AbstractContextManager):
     if isinstance(rewards, str) or callable(rewards):
       rewards = (rewards,)
     weights = weights or [1.0] * len(rewards)
-    _check_settings(rewards, weights, workers, timeout_s, max_failed)
+    refuse(not rewards, 'reward: none is given')
+    refuse(len(weights) != len(rewards), f'reward_weights: {len(weights)} weights for {len(rewards)} rewards')
+    for weight in weights:
+      refuse(not math.isfinite(weight), f'reward_weights: {weight} is not finite')
+    refuse(workers < 1, f'reward workers: {workers} is less than 1')
+    refuse(not (timeout_s > 0 and math.isfinite(timeout_s)), f'reward timeout_s: {timeout_s} is not a time in seconds')
+    refuse(not 0 <= max_failed <= 1, f'reward max_failed: {max_failed} is not within 0 and 1')
     self.names = builtin.short_names(rewards)
     self.weights = dict(zip(self.names, weights))
     self._max_failed = max_failed
@@ -371,14 +377,3 @@ def check_json(name: str, values: Any, where: str = 'reward', hint: str = _HINT)
     json.dumps(values)
   except (TypeError, ValueError) as error:
     raise InputError(f'{where}: column {name!r}: {error}; {hint}') from error
-
-
-def _check_settings(rewards, weights, workers: int, timeout_s: float, max_failed: float) -> None:
-  """Raises InputError for arguments of `RewardPool` that cannot work."""
-  refuse(not rewards, 'reward: none is given')
-  refuse(len(weights) != len(rewards), f'reward_weights: {len(weights)} weights for {len(rewards)} rewards')
-  for weight in weights:
-    refuse(not math.isfinite(weight), f'reward_weights: {weight} is not finite')
-  refuse(workers < 1, f'reward workers: {workers} is less than 1')
-  refuse(not (timeout_s > 0 and math.isfinite(timeout_s)), f'reward timeout_s: {timeout_s} is not a time in seconds')
-  refuse(not 0 <= max_failed <= 1, f'reward max_failed: {max_failed} is not within 0 and 1')

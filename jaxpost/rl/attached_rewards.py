@@ -68,21 +68,15 @@ def add_reward_model(
 
     rollout, scores = process_rewards.grade(rollout, outputs, grader)
   scores = scores.reshape(rewards.shape)
-  failed = _failed(rollout, results, rewards)
-  rewards = np.where(failed, np.nan, np.nan_to_num(rewards) + grader.model_weight * scores)
-  with_model = [
-    dataclasses.replace(group, components={**group.components, REWARD_MODEL: row.tolist()})
-    for group, row in zip(results, scores, strict=True)
-  ]
-  return rollout, with_model, rewards
-
-
-def _failed(rollout: Rollout, results: Sequence[Graded], rewards: np.ndarray) -> np.ndarray:
-  """Returns where a reward function or an environment has failed, [P, G] bool."""
   missing = np.isnan(rewards)
   no_function = missing.all(axis=1, keepdims=True)  # groups that only the reward model grades
   raised = np.array([[group.error is not None] for group in results])
   failed = (missing & ~no_function) | raised
   for attached in (rollout.rewards or {}).values():
     failed |= np.isnan(attached).reshape(rewards.shape)  # episodes whose environment failed
-  return failed
+  rewards = np.where(failed, np.nan, np.nan_to_num(rewards) + grader.model_weight * scores)
+  with_model = [
+    dataclasses.replace(group, components={**group.components, REWARD_MODEL: row.tolist()})
+    for group, row in zip(results, scores, strict=True)
+  ]
+  return rollout, with_model, rewards

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxpost.data import packing
-from jaxpost.types import Array, Batch, Rollout
+from jaxpost.types import Array, Batch, Rollout, RowShape
 
 
 def token_weights(mask: np.ndarray, aggregate: str, max_tokens: int) -> np.ndarray:
@@ -79,33 +79,27 @@ class Place(NamedTuple):
   end: int
 
 
-def places(
-  rollout: Rollout, members: Collection[int], num_rows: int, row_length: int, share_prompt: bool = False
-) -> Iterator[Place]:
-  """Packs sequences into rows, and yields the place of each.
+def places(rollout: Rollout, members: Collection[int], shape: RowShape) -> Iterator[Place]:
+  """Packs sequences into rows, and yields the place of each; ValueError if they do not fit.
 
-  Args:
-    share_prompt: see `shared_prompts`; without it each sequence is a document.
-
-  Raises:
-    ValueError: the sequences do not fit.
+  With `shape.share_prompt`, sequences share documents (`shared_prompts`); without it each is a document.
   """
   prompts, completions = prompt_lengths(rollout), rollout.lengths
 
   def pack(documents: list[list[int]]) -> list[list[int]]:
     # A document has P - 1 tokens of the prompt, and in each branch the last one of the prompt and a completion.
-    return packing.pack([int(prompts[d[0]] - 1 + (1 + completions[d]).sum()) for d in documents], row_length)
+    return packing.pack([int(prompts[d[0]] - 1 + (1 + completions[d]).sum()) for d in documents], shape.row_length)
 
   documents = [[n] for n in members]
-  if share_prompt:
+  if shape.share_prompt:
     from jaxpost.rl import shared_prompts
 
-    shared = [*shared_prompts.documents(members, rollout.group_size, prompts, completions, row_length)]
+    shared = [*shared_prompts.documents(members, rollout.group_size, prompts, completions, shape.row_length)]
     # Sequences that minibatches draw at random from groups may fill rows better one by one.
     documents = min(shared, documents, key=lambda x: len(pack(x)))
   rows = pack(documents)
-  if len(rows) > num_rows:
-    raise ValueError(f'{len(rows)} rows do not fit {num_rows}')
+  if len(rows) > shape.num_rows:
+    raise ValueError(f'{len(rows)} rows do not fit {shape.num_rows}')
   for row, indices in enumerate(rows):
     start = 0
     for segment, i in enumerate(indices, 1):
@@ -117,13 +111,7 @@ def places(
 
 
 def to_batch(
-  rollout: Rollout,
-  members: Sequence[int],
-  weights: np.ndarray,
-  arrays: Mapping[str, np.ndarray],
-  num_rows: int,
-  row_length: int,
-  share_prompt: bool = False,
+  rollout: Rollout, members: Sequence[int], weights: np.ndarray, arrays: Mapping[str, np.ndarray], shape: RowShape
 ) -> Batch:
   """Packs the prompts and completions of some sequences.
 
@@ -133,19 +121,17 @@ def to_batch(
     arrays: {name: [N, C]}, into `Batch.arrays`.
 
   Returns:
-    A host batch [num_rows, row_length]. Each sequence is a document, or with `share_prompt` a branch of one.
+    A host batch [num_rows, row_length]. Each sequence is a document, or with `shape.share_prompt` a branch of one.
   """
-  shape = num_rows, row_length
-  tokens, positions, segment_ids, sequence_ids, branch_ids = (np.zeros(shape, np.int32) for _ in range(5))
-  loss_weights = np.zeros(shape, np.float32)
-  packed = {name: np.zeros(shape, np.float32) for name in arrays}
+  size = shape.num_rows, shape.row_length
+  tokens, positions, segment_ids, sequence_ids, branch_ids = (np.zeros(size, np.int32) for _ in range(5))
+  loss_weights = np.zeros(size, np.float32)
+  packed = {name: np.zeros(size, np.float32) for name in arrays}
   recorded = {'experts': rollout.experts, 'allowed': rollout.allowed}
-  optional = {name: np.zeros((*shape, *x.shape[2:]), x.dtype) for name, x in recorded.items() if x is not None}
+  optional = {name: np.zeros((*size, *x.shape[2:]), x.dtype) for name, x in recorded.items() if x is not None}
   if 'temperature' in rollout.prompts[0].source.get('sampling', ()):  # then every source has one
-    optional['temperature'] = np.zeros(shape, np.float32)
-  for n, row, segment, branch, start, first, end in places(
-    rollout, members, num_rows, row_length, share_prompt=share_prompt
-  ):
+    optional['temperature'] = np.zeros(size, np.float32)
+  for n, row, segment, branch, start, first, end in places(rollout, members, shape):
     length = end - first
     prompt = rollout.prompts[n // rollout.group_size]
     sequence = np.concatenate([prompt.tokens, rollout.completions[n, :length]])
@@ -165,14 +151,12 @@ def to_batch(
       optional['allowed'][row, first:end] = rollout.allowed[n, :length]
     if 'temperature' in optional:
       optional['temperature'][row, first:end] = prompt.source['sampling']['temperature']
-  if share_prompt:
+  if shape.share_prompt:
     optional['branch_ids'] = branch_ids
   return Batch(tokens, positions, segment_ids, loss_weights, sequence_ids=sequence_ids, arrays=packed, **optional)
 
 
-def from_rows(
-  rollout: Rollout, values: Array, num_rows: int, row_length: int, share_prompt: bool = False
-) -> np.ndarray:
+def from_rows(rollout: Rollout, values: Array, shape: RowShape) -> np.ndarray:
   """Unpacks per-token outputs of a program for a batch of all sequences.
 
   Args:
@@ -181,8 +165,8 @@ def from_rows(
   Returns:
     The outputs at completion tokens, [N, C] float32, 0 after the end of a completion.
   """
-  values = np.asarray(values).reshape(-1, row_length)
+  values = np.asarray(values).reshape(-1, shape.row_length)
   out = np.zeros(rollout.completions.shape, np.float32)
-  for place in places(rollout, range(len(out)), num_rows, row_length, share_prompt=share_prompt):
+  for place in places(rollout, range(len(out)), shape):
     out[place.sequence, : place.end - place.first] = values[place.row, place.first : place.end]
   return out

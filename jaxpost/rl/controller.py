@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from jaxpost.rl import batching, reward_metrics
 from jaxpost.rl.grading import GradedRollout, Grader, PendingRollout, varied
 from jaxpost.rl.rollout_queue import RolloutQueue, RolloutSampler
 from jaxpost.rl.scoring import Scorer
-from jaxpost.types import Batch, Credit, Experience, Item, RowShape, Scores, Update
+from jaxpost.types import Credit, Experience, Item, RowShape, Scores, Update
 
 if typing.TYPE_CHECKING:  # for annotations only: the objects are passed in
   from jaxpost.algorithms.base import Algorithm
@@ -152,25 +151,22 @@ class Controller:
 
   def make_batches(self, experience: Experience, credit: Credit) -> list[Update]:
     """Packs the batch of each update of the step, in order, and places it on the devices."""
-    config, roles = self.config, self.roles
+    config, roles, shape = self.config, self.roles, self.update_shape
     train_policy = not roles.critic or self.step >= config.critic.warmup_steps
     updates = []
     for members in batching.minibatches(len(credit.mask), config.rl, config.seed, self.step):
-      batch = roles.policy.place(self._pack(experience, credit, members))
+      if self.algorithm.pack:
+        rows = self.algorithm.pack(experience, credit, members, config, shape.num_rows, row_length=shape.row_length)
+      else:
+        weights, mask = np.zeros_like(credit.mask), credit.mask[members]
+        weights[members] = batching.token_weights(mask, config.rl.aggregate, config.rollout.max_new_tokens)
+        rows = batching.to_batch(experience.rollout, members, weights, credit.arrays, shape)
+      batch = roles.policy.place(rows)
       if train_policy:
         updates.append(Update('policy', self.algorithm.prepare(batch, roles, config)))
       if roles.critic:
         updates.append(Update('critic', batch))
     return updates
-
-  def _pack(self, experience: Experience, credit: Credit, members: Sequence[int]) -> Batch:
-    """Returns the host batch of one update; `members` are the indices of its sequences."""
-    config, shape = self.config, self.update_shape
-    if self.algorithm.pack:
-      return self.algorithm.pack(experience, credit, members, config, shape.num_rows, row_length=shape.row_length)
-    weights = np.zeros_like(credit.mask)
-    weights[members] = batching.token_weights(credit.mask[members], config.rl.aggregate, config.rollout.max_new_tokens)
-    return batching.to_batch(experience.rollout, members, weights, credit.arrays, *shape)
 
   def state(self) -> dict:
     """JSON values for a checkpoint of the steps done so far."""
@@ -194,4 +190,5 @@ class Controller:
 
   def close(self) -> None:
     """Ends the worker processes of the grader."""
-    self.grader.close()
+    if self.grader.pool:
+      self.grader.pool.close()

@@ -8,7 +8,6 @@ Legend: N sequences, P prompts (groups), G samples a prompt, C completion tokens
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
 import typing
@@ -57,36 +56,21 @@ class Grader:
     baseline = None if greedy is None else Round(greedy, self._submit_groups(greedy))
     return PendingRollout(self, [Round(rollout, self._submit_groups(rollout), baseline)], info or {})
 
-  def _submit_groups(self, rollout: Rollout) -> PendingGroups | None:
+  def _submit_groups(self, rollout: Rollout) -> Callable[[], list[Graded]] | None:
+    """Submits this process's share of the groups; returns a function that waits for the rewards of all groups."""
     if self.pool is None or rollout.from_data:
       return None
-    num_groups = len(rollout.prompts)
-    shard = coordination.shard(range(num_groups))  # each process grades its part
-    local = self.pool.submit(to_groups(rollout, self.tokenizer, shard), rollout.step)
-    return PendingGroups(self.pool, num_groups, local)
+    pool, num_groups = self.pool, len(rollout.prompts)
+    futures = pool.submit(to_groups(rollout, self.tokenizer, coordination.shard(range(num_groups))), rollout.step)
 
-  def close(self) -> None:
-    """Ends the worker processes."""
-    if self.pool:
-      self.pool.close()
+    def wait() -> list[Graded]:
+      shards = coordination.all_gather([vars(future.result()) for future in futures])
+      # `coordination.shard` deals groups out one by one: process p of n has p, p + n, p + 2n, ...
+      graded = [Graded(**shards[i % len(shards)][i // len(shards)]) for i in range(num_groups)]
+      pool.count(graded)
+      return graded
 
-
-@dataclasses.dataclass
-class PendingGroups:
-  """Groups that the workers of all processes are grading."""
-
-  pool: RewardPool
-  num_groups: int  # on all processes
-  local: list[concurrent.futures.Future[Graded]]  # those that this process grades
-
-  @functools.cached_property
-  def results(self) -> list[Graded]:
-    """Waits for the rewards of all groups: in order, equal on every process."""
-    shards = coordination.all_gather([vars(future.result()) for future in self.local])
-    # `coordination.shard` deals groups out one by one: process p of n has p, p + n, p + 2n, ...
-    graded = [Graded(**shards[i % len(shards)][i // len(shards)]) for i in range(self.num_groups)]
-    self.pool.count(graded)
-    return graded
+    return wait
 
 
 @dataclasses.dataclass
@@ -94,14 +78,14 @@ class Round:
   """One call of the sampler, and its rewards; dynamic sampling draws several rounds for one step.
 
   Attributes:
-    pending: groups that the workers grade; None: no function grades them, or `graded` has their rewards.
+    wait: waits for the rewards of the workers; None: no function grades the groups, or `graded` has their rewards.
     greedy: one greedy answer to each prompt.
     from_earlier_step: its groups were left over by an earlier step.
     graded: rewards of each group, where these are known already.
   """
 
   rollout: Rollout
-  pending: PendingGroups | None = None
+  wait: Callable[[], list[Graded]] | None = None
   greedy: Round | None = None
   from_earlier_step: bool = False
   graded: list[Graded] | None = None
@@ -112,7 +96,7 @@ class Round:
     if self.graded is not None:
       return self.graded
     size = self.rollout.group_size
-    graded = self.pending.results if self.pending else [Graded([0.0] * size, {}, None)] * len(self.rollout.prompts)
+    graded = self.wait() if self.wait else [Graded([0.0] * size, {}, None)] * len(self.rollout.prompts)
     if not self.rollout.rewards:
       return graded
     from jaxpost.rl import attached_rewards

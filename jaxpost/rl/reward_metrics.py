@@ -102,7 +102,7 @@ def step_metrics(experience: Experience, shape: RowShape, config: typing.Any) ->
   """
   rollout = experience.rollout
   lengths = batching.prompt_lengths(rollout) + rollout.lengths
-  places = batching.places(rollout, range(len(lengths)), *shape)
+  places = batching.places(rollout, range(len(lengths)), shape)
   counts = np.array([p.end - p.start for p in sorted(places)])  # tokens that are computed for each sequence
   tokens = int(counts.sum())
   # The last `count` tokens of a sequence attend to length - count + 1, ..., length tokens.

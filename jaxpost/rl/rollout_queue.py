@@ -103,7 +103,12 @@ class RolloutQueue:
   def _sample_one(self, step: int, steps_done: int) -> PendingRollout:
     """Samples the rollout of a step after `steps_done` steps were dispatched."""
     newest = self._updates(steps_done)
-    with self._offloaded():
+    offloaded: contextlib.AbstractContextManager = contextlib.nullcontext()
+    if self.config.rollout.offload:
+      from jaxpost.rl import offload
+
+      offloaded = offload.offloaded(self.roles, self.timer)
+    with offloaded:
       if self.version is None:
         self._load_weights(newest)
       if self.engine:
@@ -141,30 +146,32 @@ class RolloutQueue:
     if dispatched_blocks == self.config.rollout.inflight_update_blocks:
       self._load_weights(version)
 
-  def _offloaded(self) -> contextlib.AbstractContextManager:
-    if not self.config.rollout.offload:
-      return contextlib.nullcontext()
-    from jaxpost.rl import offload
-
-    return offload.offloaded(self.roles, self.timer)
-
   def state(self, steps_done: int) -> dict:
     """JSON values for a checkpoint after `steps_done` steps; {} if on-policy."""
     if not self.config.rollout.staleness:
       return {}
     until = min(steps_done + self.config.rollout.staleness, self.config.train.steps)
     self._sample_until(until, next_step=steps_done, steps_done=steps_done)
-    from jaxpost.rl import queue_state
+    from jaxpost.rollout import rollout_codec
 
-    return {'queue': [queue_state.to_json(pending) for pending in self.rollouts]}
+    queue = []
+    for pending in self.rollouts:  # without its rewards, which the workers may still be computing
+      rollouts = [rollout_codec.to_text(r.rollout) for r in pending.rounds]
+      kept = [r.from_earlier_step for r in pending.rounds]
+      queue.append({'info': pending.info, 'chosen': pending.selected, 'rollouts': rollouts, 'kept': kept})
+    return {'queue': queue}
 
   def restore(self, state: dict, steps_done: int) -> None:
-    """Continues from `state`; the policy must have been restored already."""
+    """Continues from `state`, and grades its rollouts again; the policy must have been restored already."""
     self.rollouts.clear()
     if not self.config.rollout.staleness:
       return
     self.version = None
     self._load_weights(self._updates(steps_done))
-    from jaxpost.rl import queue_state
+    from jaxpost.rollout import rollout_codec
 
-    self.rollouts.extend(queue_state.from_json(saved, self.grader) for saved in state['queue'])
+    for saved in state['queue']:
+      rounds = [self.grader.submit(rollout_codec.from_text(text)).rounds[0] for text in saved['rollouts']]
+      for round_, from_earlier_step in zip(rounds, saved['kept'], strict=True):
+        round_.from_earlier_step = from_earlier_step
+      self.rollouts.append(PendingRollout(self.grader, rounds, saved['info'], saved['chosen']))

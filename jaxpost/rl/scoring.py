@@ -89,8 +89,8 @@ class Scorer:
       with self.timer('score'):
         arrays = to_host(arrays)
     readings = zip(itertools.cycle(pending.readings), arrays.pop('ref_logprobs', ()))
-    read = [batching.from_rows(reading, x, *self.shape) for reading, x in readings]
-    scores = {name: batching.from_rows(pending.rollout, x, *self.shape) for name, x in arrays.items()}
+    read = [batching.from_rows(reading, x, self.shape) for reading, x in readings]
+    scores = {name: batching.from_rows(pending.rollout, x, self.shape) for name, x in arrays.items()}
     if read and self.roles.teachers:
       from jaxpost.algorithms import teachers
 
@@ -102,4 +102,4 @@ class Scorer:
   def _placed(self, rollout: Rollout) -> Batch:
     """Packs a whole rollout, and places it on the devices of the policy."""
     mask = batching.completion_mask(rollout)
-    return self.roles.policy.place(batching.to_batch(rollout, range(len(mask)), mask, {}, *self.shape))
+    return self.roles.policy.place(batching.to_batch(rollout, range(len(mask)), mask, {}, self.shape))

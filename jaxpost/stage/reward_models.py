@@ -116,9 +116,9 @@ def scores(rollout: Rollout, roles: Roles, *, max_sequences: int, shape: RowShap
     members = [*range(start, min(start + max_sequences, len(rollout.lengths)))]
     arrays = {name: x[members] for name, x in arrays_of(rollout).items()}
     part = rollout.replace(prompts=tuple(rollout.prompts[n // group_size] for n in members), **arrays)
-    batch = batching.to_batch(part, range(len(members)), batching.completion_mask(part), {}, *shape)
+    batch = batching.to_batch(part, range(len(members)), batching.completion_mask(part), {}, shape)
     values = roles.reward_model(roles.policy.place(batch)).values
-    out.append(batching.from_rows(part, transfer.to_host(values), *shape))
+    out.append(batching.from_rows(part, transfer.to_host(values), shape))
   return np.concatenate(out)
 
 

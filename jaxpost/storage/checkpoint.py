@@ -58,17 +58,16 @@ def _spare_memory() -> None:
 
 
 class Checkpointer:
-  """Saves, restores and prunes the steps in one folder."""
+  """Saves, restores and prunes the steps in one folder.
+
+  Args:
+    folder: local, or on gs:// or s3://; the first save creates it.
+    keep: number of newest steps that are kept.
+    keep_best: a metric; the step with its best value is kept as well; '' for none.
+    best_mode: 'max' or 'min'.
+  """
 
   def __init__(self, folder: epath.PathLike, *, keep: int = 2, keep_best: str = '', best_mode: str = 'max'):
-    """Opens a folder, which the first save creates.
-
-    Args:
-      folder: local, or on gs:// or s3://.
-      keep: number of newest steps that are kept.
-      keep_best: a metric; the step with its best value is kept as well; '' for none.
-      best_mode: 'max' or 'min'.
-    """
     if keep < 1:
       raise errors.InputError(f'checkpoints to keep: {keep}; keep at least 1')
     if best_mode not in ('max', 'min'):

@@ -37,12 +37,8 @@ def download(
     file: one file of the repository; '' for all that match `patterns`.
     patterns: glob patterns of file names.
   """
-  try:
-    import huggingface_hub as hf
-  except ImportError as error:
-    raise InputError(
-      f"{repo}: no such local path, and reading from the hub needs huggingface_hub: pip install 'huggingface_hub'"
-    ) from error
+  import huggingface_hub as hf
+
   if 'HF_HUB_VERBOSITY' not in os.environ:
     hf.logging.set_verbosity_error()  # without its warnings about each retry; the last error is raised below
   named = f'{kind} {repo}' + (f'@{revision}' if revision else '')

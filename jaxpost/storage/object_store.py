@@ -13,7 +13,7 @@ import os
 import pathlib
 import socket
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from concurrent import futures
 from typing import Any
 
@@ -155,7 +155,7 @@ def files(folder: epath.PathLike) -> list[str]:
   return sorted(names)
 
 
-def checksums(folder: epath.PathLike, names: Iterable[str]) -> dict[str, list[int]]:
+def checksums(folder: epath.PathLike, names: Collection[str]) -> dict[str, list[int]]:
   """Returns {name: [bytes, crc32]} of files below a folder, read in parallel."""
   with futures.ThreadPoolExecutor(_READERS) as pool:
     return dict(zip(names, pool.map(lambda name: checksum(epath.Path(folder) / name), names)))

@@ -32,15 +32,14 @@ _SETTLE_S = {False: 0.3, True: 1.0}  # is remote -> seconds until a take-over is
 
 
 class RunLock:
-  """The lock of one run folder, for the process that writes there."""
+  """The lock of one run folder, for the process that writes there.
+
+  Args:
+    folder: the run's folder, which `acquire` makes; local, or on gs:// or s3://.
+    lost: called in a thread, with an error message, if another process has taken the lock over.
+  """
 
   def __init__(self, folder: epath.PathLike, lost: Callable[[str], None]):
-    """See the class.
-
-    Args:
-      folder: the run's folder, which `acquire` makes; local, or on gs:// or s3://.
-      lost: called in a thread, with an error message, if another process has taken the lock over.
-    """
     self._folder = epath.Path(folder)
     self._path = self._folder / NAME
     self._lost = lost

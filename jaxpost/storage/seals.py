@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection
 from concurrent import futures
 from typing import Any
 
@@ -50,9 +50,9 @@ def loads(data: bytes, name: object) -> Any:
   return json.loads(text)
 
 
-def add(folder: epath.PathLike, names: Iterable[str]) -> None:
+def add(folder: epath.PathLike, names: Collection[str]) -> None:
   """Adds files that will not change to the checksums of their folder."""
-  _update(epath.Path(folder), {n: [c] for n, c in object_store.checksums(folder, list(names)).items()})
+  _update(epath.Path(folder), {n: [c] for n, c in object_store.checksums(folder, names).items()})
 
 
 def write(path: epath.PathLike, text: str) -> None:
@@ -71,7 +71,7 @@ def add_beginning(path: epath.PathLike, size: int, crc: int) -> None:
   _update(epath.Path(path).parent, {epath.Path(path).name: [[size, crc, True]]})
 
 
-def damaged(folder: epath.PathLike, names: Iterable[str] | None = None) -> list[str]:
+def damaged(folder: epath.PathLike, names: Collection[str] | None = None) -> list[str]:
   """Returns which of the listed files differ from their checksums; missing files do not count.
 
   Args:
@@ -88,7 +88,7 @@ def damaged(folder: epath.PathLike, names: Iterable[str] | None = None) -> list[
     return [name for name, is_good in zip(existing, good) if not is_good]
 
 
-def check(folder: epath.PathLike, names: Iterable[str] | None = None) -> None:
+def check(folder: epath.PathLike, names: Collection[str] | None = None) -> None:
   """Raises InputError if one of the listed files differs from its checksum."""
   if different := damaged(folder, names):
     raise InputError(
@@ -97,7 +97,7 @@ def check(folder: epath.PathLike, names: Iterable[str] | None = None) -> None:
     )
 
 
-def warn(folder: epath.PathLike, names: Iterable[str]) -> None:
+def warn(folder: epath.PathLike, names: Collection[str]) -> None:
   """Logs a line for each of these files that differs from its checksum; users may edit them."""
   for name in damaged(folder, names):
     logging.warning('%s: differs from its checksum: it was edited or damaged', epath.Path(folder) / name)

@@ -231,7 +231,7 @@ def losses(
   def loss(kept: np.ndarray) -> float:
     """Returns the loss of the update with the weights of all other samples set to 0."""
     batch = policy.place(
-      batching.to_batch(experience.rollout, members, weights * kept[:, None], credit.arrays, *controller.update_shape)
+      batching.to_batch(experience.rollout, members, weights * kept[:, None], credit.arrays, controller.update_shape)
     )
     metrics = evaluate(policy.state.params, algorithm.prepare(batch, roles, config), policy.state.step, policy.frozen)
     return float(metrics['loss'])

@@ -123,7 +123,11 @@ def call(
     values = finished(reward.fn(**arguments))
     if hasattr(values, 'tolist'):  # an array of numpy or torch
       values = values.tolist()
-    return _checked(values, size)
+    if not isinstance(values, (list, tuple)):
+      raise RewardError(f'returned {_shown(values)}, not a list of {size} numbers')
+    if len(values) != size:
+      raise RewardError(f'returned {len(values)} rewards for {size} completions')
+    return [_number(i, value) for i, value in enumerate(values)]
   except RewardError as error:
     raise RewardError(f'{error} ({reward.file})') from None
   except BaseException as error:  # the user's code may raise anything
@@ -144,15 +148,6 @@ def finished(value: Any) -> Any:
 
 async def _wait(awaitable: Awaitable) -> Any:
   return await awaitable
-
-
-def _checked(values: Any, size: int) -> list[float | None]:
-  """Returns `values` as a list of floats or None; RewardError if it is no list of `size` numbers."""
-  if not isinstance(values, (list, tuple)):
-    raise RewardError(f'returned {_shown(values)}, not a list of {size} numbers')
-  if len(values) != size:
-    raise RewardError(f'returned {len(values)} rewards for {size} completions')
-  return [_number(i, value) for i, value in enumerate(values)]
 
 
 def _number(i: int, value: Any) -> float | None:

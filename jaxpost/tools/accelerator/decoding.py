@@ -195,9 +195,9 @@ def mismatch(preset: str, layers: int, contexts: tuple[int, ...], new: int) -> d
     engine.load(roles.policy.params, 0)
     rollout = controller.sample(0).rollout
     mask = batching.completion_mask(rollout)
-    batch = batching.to_batch(rollout, range(len(mask)), mask, {}, *controller.step_shape)
+    batch = batching.to_batch(rollout, range(len(mask)), mask, {}, controller.step_shape)
     row_logprobs = jax.device_get(roles.policy.score(batch).logprobs)
-    trainer_logprobs = batching.from_rows(rollout, row_logprobs, *controller.step_shape)
+    trainer_logprobs = batching.from_rows(rollout, row_logprobs, controller.step_shape)
     controller.close()
     by_context = {}
     lengths = batching.prompt_lengths(rollout)
