@@ -1,7 +1,7 @@
-"""Checks the results of the kernel for recurrences on this device, for the heads of a run's models.
+"""Checks the results of the kernels for recurrences on this device, for the heads of a run's models.
 
-The check runs before the programs of a run are compiled. If the kernel is wrong, XLA computes the recurrences.
-`models/recurrence.py` calls the kernel.
+The check runs before the programs of a run are compiled. If a kernel is wrong, XLA computes the recurrences.
+`models/recurrence.py` calls the kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
   from jaxpost.matmul import Compute
   from jaxpost.models.config import CustomConfig, ModelConfig
 
-RECURRENCE = 'recurrence'  # the name of the kernel
+RECURRENCE = 'recurrence'  # the name of the kernels
 _ENDS = 40, 41, 130  # of the documents of a row: in a chunk, next to the border before, and after whole chunks
 _LENGTH = 150
 _GROUPS = 2  # value heads of a key head

@@ -14,14 +14,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-Terms = tuple[
-  jax.Array, jax.Array, jax.Array, jax.Array, jax.Array
-]  # q, k, v, log_decay and beta, see `recurrence.chunked`
+# q, k, v, log_decay and beta, see `recurrence.chunked`
+Terms = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 EXACT = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 class ChunkTerms(NamedTuple):
-  """What the outputs of a chunk of a head and the state after it need besides the state before it."""
+  """The terms of a chunk of a head that do not depend on the state before it."""
 
   u: jax.Array  # [C, e], updates of the state, without the corrections w S by the state S before the chunk
   w: jax.Array | None  # [C, d]; None: not corrected
@@ -44,7 +43,7 @@ def within_chunk(
   exact: Callable,
   corrected: bool,
 ) -> ChunkTerms:
-  """Computes what the outputs of a chunk of a head and the state after it need besides the state before it.
+  """Computes the terms of a chunk of a head that do not depend on the state before it.
 
   Args:
     q, k: [C, d]; v: [C, e]; beta: [C]; float32.
