@@ -355,6 +355,7 @@ def test_planned_time_of_recurrent_layers_is_that_of_kernels(tmp_path, stage, pr
   words = '--config=configs/qwen3_5_gsm8k.py', f'--stage={stage}', f'--programs={program}'
   programs = planned(tmp_path, *words, model='', gpu='h100')
   assert max(1e3 * x['seconds']['roofline'] for x in programs) < bound
+  assert all(0.95 < x['flops']['program'] / x['flops']['model'] < 1.05 for x in programs)  # with those of kernels
 
 
 RECURRENCES = """
