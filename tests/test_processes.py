@@ -399,7 +399,7 @@ def test_different_code_of_two_processes_is_refused_on_both(folder, plain):
   'flag, expected',
   [
     ('mesh.train=fsdp=3', "config.mesh.train: 'fsdp=3' does not fit 2 device"),
-    ('train.batch_size=3', 'config.train: 3 rows of a micro-batch do not split over 2'),
+    ('train.batch_size=3', 'config.train: the 3 rows of a micro-batch do not split over 2'),
   ],
   ids=['mesh', 'batch'],
 )

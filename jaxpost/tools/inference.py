@@ -238,7 +238,8 @@ def prepare_model(name: str, config: config_lib.Config, trained: Source | None =
   algorithm = algorithms.load_algorithm(config.algorithm)
   config = config_lib.resolve(config, algorithm.defaults)
   source = prepare.source_of_model(config.model)
-  trained = trained or weight_sources.with_adapter(config.lora.path, source)
+  if not trained:
+    trained = weight_sources.with_adapter(config.lora.path, source) if config.lora.path else source
   checks.check_head(source, algorithm.scalar_head, 'config.model.path')
   tokenizer = prepare.load_tokenizer(config, source, trained)
   return prepare.make_inputs(name, config, algorithm, {'policy': trained}, tokenizer)
