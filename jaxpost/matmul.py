@@ -37,7 +37,7 @@ class Compute:
     forced: raise an error where it does not support something, instead of using another one.
     decode_kernel: decode by `models/decode_triton.py`; an engine clears it for models that this does not support.
     grouped_kernel: multiply groups of rows, of 16 bits, by a kernel, see `models.grouped.grouped`.
-    recurrence_kernel: compute recurrences over rows by `models/recurrence_triton.py`, where it supports them.
+    recurrence_kernel: compute recurrences by `models/recurrence_triton.py`, where it supports them.
     rejected_shapes: `AttentionShape`s for which the attention kernel is wrong on this device; XLA computes those.
   """
 

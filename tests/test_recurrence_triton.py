@@ -18,14 +18,14 @@ from jaxpost.models import model as model_lib
 from jaxpost.models import recurrence, recurrence_triton
 from jaxpost.stage import place, prepare
 
-KERNEL, TOKEN = recurrence_triton.chunked, recurrence_triton.one_token
+KERNEL, TOKEN = recurrence_triton.over_rows, recurrence_triton.one_token
 HEADS = recurrence_check.Heads(16, 32, 1, corrected=True)
 SIZES = dict(key_size=16, value_size=16)  # the smallest that the kernel supports
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
-  monkeypatch.setattr(recurrence_triton, 'chunked', functools.partial(KERNEL, interpret=True))
+  monkeypatch.setattr(recurrence_triton, 'over_rows', functools.partial(KERNEL, interpret=True))
   monkeypatch.setattr(recurrence_triton, 'one_token', functools.partial(TOKEN, interpret=True))
 
 
@@ -36,9 +36,11 @@ def draw(length, heads, groups, size, width):
   k /= np.linalg.norm(k, axis=-1, keepdims=True)
   v = random.standard_normal((2, length, heads * groups, width)).astype('f')
   beta = random.uniform(0, 1, (2, length, heads * groups)).astype('f')
-  # Some tokens decay the state to 0 at once.
-  decay = random.uniform(0, 0.3, (*beta.shape, 1)) * 10 ** random.choice([-2.0, 0.0, 2.0], (1, length, 1, 1))
-  starts = [[0] * length, [i in (20, 32, 33, 70) for i in range(length)]]
+  # Two tokens decay the state to 0 at once. Others decay it slowly, so that it matters for several chunks.
+  decay = (
+    random.uniform(0, 0.01, (*beta.shape, 1)) * np.where(np.isin(np.arange(length), (11, 50)), 1e4, 1)[:, None, None]
+  )
+  starts = [[0] * length, [i in (20, 32, 33, 50) for i in range(length)]]
   state, g_state = random.standard_normal((2, 2, heads * groups, size, width)).astype('f')
   g = random.standard_normal(v.shape).astype('f'), g_state
   return (q, k, v, -decay.astype('f'), beta), jnp.cumsum(jnp.asarray(starts, jnp.int32), axis=1), state, g
@@ -63,7 +65,7 @@ def with_gradients(fn, case, dtype, **options):
 
 @pytest.mark.parametrize('dtype, tolerance', [('float32', 1e-6), ('bfloat16', 0.01)])
 @pytest.mark.parametrize(
-  'sizes, corrected', [((77, 2, 2, 16, 32), True), ((77, 1, 3, 32, 16), False), ((32, 1, 1, 256, 64), True)], ids=str
+  'sizes, corrected', [((150, 2, 2, 16, 32), True), ((150, 1, 3, 32, 16), False), ((32, 1, 1, 256, 64), True)], ids=str
 )
 def test_kernel_computes_the_same_as_xla(sizes, corrected, dtype, tolerance):
   """Rows may end inside of a chunk. The values of large heads are computed in parts, each of which has gradients."""
@@ -135,25 +137,27 @@ def main():
   """Prints {mesh: largest relative error} of rows and heads that are split over 4 devices, which run the kernel."""
   from jaxpost.distributed.phases import make_layout
 
-  recurrence_triton.chunked = functools.partial(KERNEL, interpret=True)
+  recurrence_triton.over_rows = functools.partial(KERNEL, interpret=True)
   results = {}
-  case = draw(40, 2, 2, 16, 16)
-  expected = with_gradients(recurrence.chunked, case, 'float32', corrected=True)
-  for mesh in 'fsdp=2,tensor=2', 'tensor=4':
+  for mesh, heads in ('fsdp=2,tensor=2', 2), ('tensor=4', 2), ('tensor=4', 1):
+    case = draw(40, heads, 4 // heads, 16, 16)
+    expected = with_gradients(recurrence.chunked, case, 'float32', corrected=True)
     layout = make_layout(mesh, 'train', '--mesh')
 
     def over_mesh(*terms, runs, state, layout=layout, **options):
       return recurrence_triton.over_mesh(terms, runs, state, layout, **options)
 
     ours = with_gradients(over_mesh, case, 'float32', corrected=True)
-    results[mesh] = max(float(tiny.largest(a - b) / tiny.largest(b)) for a, b in zip(ours, expected, strict=True))
+    results[f'{mesh} {heads}'] = max(
+      float(tiny.largest(a - b) / tiny.largest(b)) for a, b in zip(ours, expected, strict=True)
+    )
   print(json.dumps(results))
 
 
 def test_kernel_on_each_of_four_devices_matches_one_device():
-  """Two heads of keys are not split over four devices, which then compute all heads."""
+  """Each device computes its value heads, also if there are fewer key heads than devices."""
   results = json.loads(children.run(__file__, devices=4).stdout)
-  assert len(results) == 2 and max(results.values()) < 1e-6, results
+  assert len(results) == 3 and max(results.values()) < 1e-6, results
 
 
 def test_kernel_is_on_for_gpus_in_16_bits_only():
@@ -176,14 +180,14 @@ def test_heads_that_the_kernel_supports():
     [(16, 16, 1, False)],
   ]
   assert not recurrence_check.heads(tiny.hybrid('qwen3_5_text', key_size=16, value_size=24))
-  assert not recurrence_triton.supports(16, 16, channels=16, tokens=2)
+  assert not recurrence_triton.supports(16, 16, channels=16, single=False)
   assert not recurrence_check.heads(tiny.hybrid('lfm2')) and not recurrence_check.heads(tiny.config())
 
 
 def test_a_wrong_kernel_is_not_used(monkeypatch, interpreted, caplog, tmp_path):
   monkeypatch.setenv('HOME', str(tmp_path))
   cfg, compute = tiny.hybrid('qwen3_5_text', **SIZES), compute_for('gpu', 'bfloat16', 'none')
-  right = recurrence_triton.chunked
+  right = recurrence_triton.over_rows
 
   def leaks(*args, **options):  # the state of a document into the next one
     *terms, runs, state = args
@@ -192,8 +196,23 @@ def test_a_wrong_kernel_is_not_used(monkeypatch, interpreted, caplog, tmp_path):
   def unsupported(*args, **options):
     raise NotImplementedError('cannot lower')
 
-  for kernel, reason in (leaks, 'off by'), (unsupported, 'NotImplementedError: cannot lower'), (right, ''):
-    monkeypatch.setattr(recurrence_triton, 'chunked', kernel)
+  def forgets(*args, **options):  # the state at the border of two chunks
+    of_head = recurrence_triton.across_chunk
+
+    def across_chunk(state, q, k, terms, product):
+      return of_head(state, q, k, terms._replace(whole=0 * terms.whole), product)
+
+    with monkeypatch.context() as patch:
+      patch.setattr(recurrence_triton, 'across_chunk', across_chunk)
+      return right(*args, **options)
+
+  for kernel, reason in (
+    (leaks, 'off by'),
+    (forgets, 'off by'),
+    (unsupported, 'NotImplementedError: cannot lower'),
+    (right, ''),
+  ):
+    monkeypatch.setattr(recurrence_triton, 'over_rows', kernel)
     recurrence_check.trusted.cache_clear()
     caplog.clear()
     assert recurrence_check.verify(compute, [cfg]) == dataclasses.replace(compute, recurrence_kernel=not reason)
@@ -207,7 +226,7 @@ def test_the_errors_of_a_right_kernel_are_small(interpreted):
   assert {*errors} == of_tokens | {'out', 'state', 'q', 'k', 'v', 'log_decay', 'beta', 'state before'}
   assert max(errors.values()) < 0.02 and kernel_check.judge(lambda: errors) == ''
   by_channel = recurrence_check.errors(HEADS._replace(channels=16), 'bfloat16')
-  assert {*by_channel} == of_tokens and max(by_channel.values()) < 1e-4
+  assert {*by_channel} == of_tokens and max(by_channel.values()) < 0.01
 
 
 def test_choices_of_a_run_name_what_computes_the_recurrence(tmp_path):

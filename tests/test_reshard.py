@@ -17,6 +17,7 @@ from jaxpost.distributed import transfer
 from jaxpost.models import model as model_lib
 from jaxpost.models import parameters
 from jaxpost.models.config import Experts
+from jaxpost.programs import reshard as reshard_lib
 from jaxpost.programs.compile import Ledger
 from jaxpost.programs.reshard import Reshard, group_of
 
@@ -25,6 +26,8 @@ BFLOAT16 = dataclasses.replace(tiny.EXACT, dtype='bfloat16', cache='bfloat16')
 
 def make(kind):
   fields = dict(num_layers=6)
+  if kind == 'hybrid':
+    return model_lib.build(tiny.hybrid(mixers=('delta', 'layers') * 2, num_layers=4, lora=(2, 4.0, False, '.*/o|q|v')))
   if kind == 'dense first':
     fields |= dict(experts=Experts(4, 2, 16, first_dense=2), lora=(2, 4.0, False, 'q|v|down'))
     return model_lib.build(tiny.config(**fields))
@@ -73,26 +76,26 @@ def test_weights_do_not_depend_on_the_group_size(kind, compute, dtype):
   assert [r['output_bytes'] <= 5 * layer_bytes + 64 for r in rows] == [True] * len(rows) and len(ledger.rows) <= 4
 
 
-def test_each_stack_of_layers_is_copied_in_groups_of_its_own():
+@pytest.mark.parametrize(
+  'kind, most, groups',
+  [
+    ('dense first', 1, {'dense': range(0, 2, 1), 'layers': range(0, 4, 1)}),
+    ('dense first', 80_000, {'dense': range(0, 2, 2), 'layers': range(0, 4, 2)}),
+    ('hybrid', 1, {'delta': range(0, 2, 1), 'layers': range(0, 2, 1)}),
+  ],
+)
+def test_each_stack_of_layers_is_copied_in_groups_of_its_own(kind, most, groups):
   """One program for all layers of GLM-4.5-Air, of which the first is dense, took 17 GiB more than an H100 has."""
-  model, layout = make('dense first'), tiny.one_device('rollout')
+  model = make(kind)
   params = params_of(model)
-  by_one, by_two = (Reshard(model, layout, tiny.EXACT, Ledger(), most=most) for most in (1, 80_000))
-  assert [r.groups for r in (by_one, by_two)] == [
-    {'dense': range(0, 2, 1), 'layers': range(0, 4, 1)},
-    {'dense': range(0, 2, 2), 'layers': range(0, 4, 2)},
-  ]
-  merged = model.merge(params)
-  expected = parameters.unstack_layers(merged, model.config.layer_stacks)['layers']
-  for reshard in by_one, by_two:
-    weights = reshard(params)['layers']
-    for layer, theirs in zip(weights, expected, strict=True):
-      shared = layer.keys() & theirs.keys()
-      assert {'down', 'o'} <= shared
-      jax.tree.map(np.testing.assert_array_equal, *[{k: x[k] for k in shared} for x in (layer, theirs)])
-    assert jax.tree.map(lambda x: x.shape, weights) == jax.tree.map(
-      lambda x: x.shape, reshard.outputs(params)['layers']
-    )
+  reshard = Reshard(model, tiny.one_device('rollout'), tiny.EXACT, Ledger(), most=most)
+  assert reshard.groups == groups
+  merged = parameters.unstack_layers(model.merge(params), model.config.layer_stacks)['layers']
+  expected = [reshard_lib._fuse(layer, reshard._fused) for layer in merged]
+  weights = reshard(params)['layers']
+  assert jax.tree.structure(weights) == jax.tree.structure(expected)
+  jax.tree.map(np.testing.assert_array_equal, weights, expected)
+  assert jax.tree.map(lambda x: x.shape, weights) == jax.tree.map(lambda x: x.shape, reshard.outputs(params)['layers'])
 
 
 @pytest.mark.parametrize(

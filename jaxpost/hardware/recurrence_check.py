@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 RECURRENCE = 'recurrence'  # the name of the kernels
 _ENDS = 40, 41, 130  # of the documents of a row: in a chunk, next to the border before, and after whole chunks
-_LENGTH = 150
+_LENGTH = 230  # the last document has whole chunks, too
 _GROUPS = 2  # value heads of a key head
 
 
@@ -50,7 +50,7 @@ def heads(cfg: ModelConfig | CustomConfig) -> list[Heads]:
   if not cfg.state_shapes or cfg.mixer == 'convolution':
     return []
   found = Heads(cfg.key_size, cfg.value_size, cfg.key_size if cfg.gate_rank else 1, cfg.mixer == 'delta')
-  return [found] if recurrence_triton.supports(*found[:3], tokens=1) else []
+  return [found] if recurrence_triton.supports(*found[:3], single=True) else []
 
 
 def computed_by(compute: Compute, cfg: ModelConfig) -> str:
@@ -71,13 +71,16 @@ def trusted(name: str, work: Heads, dtype: str) -> str:
 def errors(work: Heads, dtype: str) -> dict[str, float]:
   """Returns the errors of the kernels that support these heads: of results, states, and gradients of all inputs.
 
-  An error is the largest difference from XLA in float32 over the largest value. Single tokens have no gradients.
+  An error is the largest difference from XLA in float32 over the largest value. Single tokens have no gradients. This
+  checks what was compiled, not the formulas, which both share (`models/recurrence_chunk.py`).
   """
   draw = kernel_check.normal_numbers()
   rows, kv_heads = 2, 2
   q, k = (draw(rows, _LENGTH, kv_heads, work.size) / work.size**0.5 for _ in range(2))
   v, log_decay, beta = (draw(rows, _LENGTH, kv_heads * _GROUPS, n) for n in (work.width, work.channels, 1))
-  terms = *(x.astype(dtype) for x in (q, k, v)), -jnp.exp(2 * log_decay - 2), jax.nn.sigmoid(beta[..., 0])
+  # Half of the heads have slow decays, so that the state matters for several chunks.
+  fast = jnp.arange(kv_heads * _GROUPS)[:, None] % 2
+  terms = *(x.astype(dtype) for x in (q, k, v)), -jnp.exp(2 * log_decay - 7 + 5 * fast), jax.nn.sigmoid(beta[..., 0])
   state, g_state = (draw(rows, kv_heads * _GROUPS, work.size, work.width) for _ in range(2))
   runs = jnp.asarray(np.searchsorted(_ENDS, np.tile(np.arange(_LENGTH), (rows, 1)), side='right'), jnp.int32)
 
@@ -86,7 +89,7 @@ def errors(work: Heads, dtype: str) -> dict[str, float]:
 
   @functools.partial(jax.jit, compiler_options=kernel_check.compiler_options())
   def of_rows(terms, runs, state, g):
-    fast = functools.partial(recurrence_triton.chunked, dtype=dtype, corrected=work.corrected)
+    fast = functools.partial(recurrence_triton.over_rows, dtype=dtype, corrected=work.corrected)
     (found, vjp), (expected, expected_vjp) = (
       jax.vjp(lambda terms, state, fn=fn: fn(*terms, runs, state), inputs, state)
       for fn, inputs in ((fast, terms), (exact, tuple(x.astype(jnp.float32) for x in terms)))
@@ -100,7 +103,7 @@ def errors(work: Heads, dtype: str) -> dict[str, float]:
     return _errors(found, exact(*terms, runs, state))
 
   out = {f'{name} of a token': x for name, x in zip(('out', 'state'), of_token(terms, runs, state))}
-  if recurrence_triton.supports(*work[:3], tokens=_LENGTH):
+  if recurrence_triton.supports(*work[:3], single=False):
     names = 'out', 'state', 'q', 'k', 'v', 'log_decay', 'beta', 'state before'
     out |= zip(names, of_rows(terms, runs, state, (draw(*v.shape), g_state)))
   return {name: float(x) for name, x in out.items()}

@@ -139,12 +139,16 @@ def step(
 def over_row(
   terms: Terms, runs: jax.Array, *, compute: Compute, layout: Callable, corrected: bool, state: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes a recurrence over rows, or for one more token of sequences with a state; see `chunked`."""
+  """Computes a recurrence over rows, or for one more token of sequences with a state; see `chunked`.
+
+  Kernels round the result to the type of v.
+  """
   q, k, v, log_decay, beta = terms
   if compute.recurrence_kernel:
     from jaxpost.models import recurrence_triton
 
-    if recurrence_triton.supports(k.shape[3], v.shape[3], log_decay.shape[3], tokens=k.shape[1]):
+    single = state is not None and k.shape[1] == 1
+    if recurrence_triton.supports(k.shape[3], v.shape[3], log_decay.shape[3], single):
       return recurrence_triton.over_mesh(terms, runs, state, layout, dtype=compute.dtype, corrected=corrected)
   if state is None or k.shape[1] > 1:
     return chunked(*terms, runs=runs, dtype=compute.dtype, corrected=corrected, state=state)

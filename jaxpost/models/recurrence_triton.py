@@ -24,8 +24,8 @@ from jaxpost.distributed.mesh import Layout
 from jaxpost.matmul import precision_of
 from jaxpost.models.recurrence_chunk import Terms, across_chunk, step_of_head, within_chunk
 
-_CHUNK = 32  # a chunk of 64 tokens does not fit the registers
-_STATE = 8192  # elements of the state of a program
+_CHUNK = 32  # with 64 tokens, a thread spills ten times as much of its registers
+_STATE_SIZE = 8192  # elements of the state of a program
 _WARPS = 8
 
 
@@ -37,31 +37,39 @@ class _Static(NamedTuple):
   interpret: bool
 
 
-def supports(size: int, width: int, channels: int, tokens: int) -> bool:
-  """Returns whether the kernels support heads whose keys and values have these sizes, in rows of so many tokens.
+def supports(size: int, width: int, channels: int, single: bool) -> bool:
+  """Returns whether the kernels support heads whose keys and values have these sizes.
 
-  channels: decays of a head; if there are several, `one_token` supports them.
+  Args:
+    channels: decays of a head.
+    single: whether it is for `one_token`, which supports several channels.
   """
-  return (channels == 1 or tokens == 1) and all(16 <= n <= 256 and n & (n - 1) == 0 for n in (size, width))
+  return (channels == 1 or single) and all(16 <= n <= 256 and n & (n - 1) == 0 for n in (size, width))
 
 
 def over_mesh(
   terms: Terms, runs: jax.Array, state: jax.Array | None, layout: Callable, *, dtype: str, corrected: bool
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes rows, or one more token of sequences with a state, on each device's rows and heads."""
-  q, k, v, *_ = terms
+  """Computes rows, or one more token of sequences with a state, on each device's rows and value heads."""
+  q, k, v, *others = terms
+  run: Callable
   if state is not None and k.shape[1] == 1:
     run = functools.partial(one_token, corrected=corrected)
   else:
-    run = functools.partial(chunked, dtype=dtype, corrected=corrected)
+    run = functools.partial(over_rows, dtype=dtype, corrected=corrected)
   if state is None:
     state = jnp.zeros((len(q), v.shape[2], q.shape[3], v.shape[3]))
   if isinstance(layout, Layout) and layout.mesh.size > 1:
-    rows, _, heads, _ = layout.spec(('batch', None, 'heads', None), k.shape)
-    of_tokens, of_state = PartitionSpec(rows, None, heads), PartitionSpec(rows, heads)
-    in_specs, out_specs = (*[of_tokens] * 5, PartitionSpec(rows), of_state), (of_tokens, of_state)
-    run = jax.shard_map(run, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-  return run(*terms, runs, state)
+    rows, _, heads, _ = layout.spec(('batch', None, 'heads', None), v.shape)
+    key_heads = layout.spec(('batch', None, 'heads', None), k.shape)[2]
+    if key_heads != heads and k.shape[2] > 1:  # a device would need other key heads than it has
+      q, k = (jnp.repeat(x, v.shape[2] // k.shape[2], axis=2) for x in (q, k))
+      key_heads = heads
+    of_keys, of_values = (PartitionSpec(rows, None, x) for x in (key_heads, heads))
+    of_state = PartitionSpec(rows, heads)
+    in_specs = of_keys, of_keys, *[of_values] * 3, PartitionSpec(rows), of_state
+    run = jax.shard_map(run, mesh=layout.mesh, in_specs=in_specs, out_specs=(of_values, of_state), check_vma=False)
+  return run(q, k, v, *others, runs, state)
 
 
 def one_token(
@@ -76,7 +84,10 @@ def one_token(
   corrected: bool,
   interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes `recurrence.chunked` of one token, with one pass over the state, in whose memory the new state is.
+  """Computes `recurrence.chunked` of one token of each sequence, whose run (`runs`) is that of the state.
+
+  It reads the state once, and writes the new one in its place. It has no gradient. The result is rounded to the type of
+  v, as that of `over_rows`.
 
   interpret: run it on the CPU, for tests.
   """
@@ -93,24 +104,23 @@ def one_token(
     grid=(parts, heads, slots),
     in_specs=[keys, keys, values, decays, steps, states],
     out_specs=[values, states],
-    out_shape=[jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (v, state)],
+    out_shape=[jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(state.shape, jnp.float32)],
     input_output_aliases={5: 1},
     compiler_params=plgpu.CompilerParams(num_warps=4),
     interpret=interpret,
     name='recurrence_token',
   )(q, k, v, log_decay, beta, state)
-  return out, state
+  return out.astype(jnp.float32), state
 
 
 def _token_kernel(q_ref, k_ref, v_ref, log_decay_ref, beta_ref, state_ref, out_ref, new_state_ref, *, corrected: bool):
   q, k, v = (ref[...].astype(jnp.float32) for ref in (q_ref, k_ref, v_ref))
   log_decay = log_decay_ref[0] if log_decay_ref.shape == (1,) else log_decay_ref[...]
-  new_state_ref[...], out_ref[...] = step_of_head(
-    state_ref[...], q, k, v, log_decay, beta=beta_ref[0], corrected=corrected
-  )
+  new_state_ref[...], out = step_of_head(state_ref[...], q, k, v, log_decay, beta=beta_ref[0], corrected=corrected)
+  out_ref[...] = out.astype(out_ref.dtype)
 
 
-def chunked(
+def over_rows(
   q: jax.Array,
   k: jax.Array,
   v: jax.Array,
@@ -179,7 +189,7 @@ _product.defvjp(_product_fwd, _product_bwd)
 
 def _chunk(static: _Static, runs: jax.Array, run_before: jax.Array) -> Callable:
   """Returns (state before, q, k, v, log_decay, beta) -> (state after, outputs), for a chunk of a head."""
-  # Three products in TF32 are as exact as one in float32, for which there are no matrix units.
+  # Three products in TF32 come close to one in float32, for which there are no matrix units.
   exactly = jax.lax.Precision.HIGHEST if static.interpret else jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
   exact = functools.partial(jnp.einsum, precision=exactly)
   product = functools.partial(_product, static.dtype)
@@ -230,11 +240,11 @@ def _backward_kernel(*refs, static: _Static):
 
 # ---------------------------------------------------------------------- calls
 
-_TERMS = 'keys', 'keys', 'values', 'scalars', 'scalars'  # blocks of q, k, v, log_decay and beta, see `_blocks`
+_TERM_BLOCKS = 'keys', 'keys', 'values', 'scalars', 'scalars'  # blocks of q, k, v, log_decay and beta, see `_blocks`
 
 
 def _parts(size: int, width: int) -> int:
-  return max(1, width * size // _STATE)
+  return max(1, width * size // _STATE_SIZE)
 
 
 def _blocks(q: jax.Array, v: jax.Array) -> dict[str, pl.BlockSpec]:
@@ -260,7 +270,7 @@ def _call(kernel: Callable, static: _Static, terms: Terms, runs: jax.Array, inpu
   q, _, v, *_ = terms
   blocks = _blocks(q, v)
   runs_before = jnp.pad(runs[:, _CHUNK - 1 : -1 : _CHUNK], ((0, 0), (1, 0)))
-  inputs = [*zip(_TERMS, terms), ('runs', runs), ('runs_before', runs_before), *inputs]
+  inputs = [*zip(_TERM_BLOCKS, terms), ('runs', runs), ('runs_before', runs_before), *inputs]
   return pl.pallas_call(
     functools.partial(kernel, static=static),
     grid=(_parts(q.shape[3], v.shape[3]), v.shape[2], len(q)),

@@ -122,11 +122,15 @@ def _causal(products: tuple[int, int], window: int, arguments: list[hlo.Array]) 
 
 
 def _recurrence(arguments: list[hlo.Array]) -> float:
-  """Returns the FLOPs of a recurrence over rows; the gradient computes all of it again, and two products for each."""
+  """Returns the FLOPs of a gated delta rule over rows, without the inverse of a matrix for each chunk.
+
+  The gradient computes all of it again, and two products for each. State spaces need fewer products.
+  """
   q, _, v = arguments[:3]
   rows, length, heads, size = *v.dims[:3], q.dims[3]
-  of_chunk = _RECURRENCE_CHUNK * (4 * size + 2 * v.dims[3])  # a token with the others of its chunk
-  return rows * length * heads * (of_chunk + 6.0 * size * v.dims[3])
+  with_state = 6.0 * size * v.dims[3]
+  within_chunk = _RECURRENCE_CHUNK * (6.0 * size + 4.0 * v.dims[3])  # of a token with the others of its chunk
+  return rows * length * heads * (with_state + within_chunk)
 
 
 def _decode(arguments: list[hlo.Array], window: int, filled: int) -> tuple[float, float]:
