@@ -17,7 +17,6 @@ from jaxpost.models.config import ModelConfig
 
 if TYPE_CHECKING:
   from jaxpost.formats.family import Family
-  from jaxpost.models.hybrid_config import HybridConfig
 
 _INDEXED = 'indexed_attention'  # of `layer_types`
 
@@ -61,11 +60,7 @@ def _indexers(raw: dict[str, Any]) -> list[str]:
 
 
 def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> LatentConfig:
-  """Returns the config of a folder, from the common fields `cfg` and its config.json `raw`.
-
-  Raises:
-    InputError: for values that are impossible or not supported; it names the field.
-  """
+  """Returns the config of a folder; see `families.own_fields`."""
   latent = sizes(raw, cfg, where)
   if 'index_topk' not in family.fields:
     return LatentConfig(**vars(cfg) | latent)
@@ -129,11 +124,11 @@ def _attention_scale(cfg: ModelConfig, size: int) -> float:
   return size**-0.5 * yarn_mscale * yarn_mscale  # once for queries, once for keys
 
 
-def write(cfg: LatentConfig | HybridConfig, family: Family) -> dict[str, Any]:
+def write(cfg: LatentConfig, family: Family) -> dict[str, Any]:
   """Returns the fields of config.json; the inverse of `read`."""
   del family
   out: dict[str, Any] = {}
-  if isinstance(cfg, LatentConfig) and cfg.index_topk:
+  if cfg.index_topk:
     indexer = cfg.index_heads, cfg.index_dim, cfg.index_topk
     out = dict(zip(INDEX_SIZES, indexer)) | dict(indexer_types=['full'] * cfg.num_layers)
   return out | dict(

@@ -20,7 +20,7 @@ from jaxpost.distributed.mesh import row_shards
 from jaxpost.models import layers, rope
 from jaxpost.models.attention_xla import PackedRows
 from jaxpost.models.config import CustomConfig, ModelConfig
-from jaxpost.models.parameters import Param, is_mtp, unstack_layers
+from jaxpost.models.parameters import Param, in_stacks, is_mtp, rows_of_layers, unstack_layers
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
@@ -75,32 +75,26 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
     table['score'] = Param((d, 1), ('embed', None), 'score.weight', 'zeros', matrix=True)  # at first all score 0
   if not cfg.num_labels and not cfg.tie_embeddings:
     table['head'] = tokens('lm_head')
-  table = _other_layers(table, cfg)
-  if not cfg.state_shapes and (dense := cfg.num_layers - cfg.sparse_layers):
-    from jaxpost.models import moe
+  if cfg.latent:
+    from jaxpost.models import mla
 
-    table = moe.behind(param_table(dataclasses.replace(cfg, experts=None, num_layers=dense, more_heads=())), table, cfg)
+    table = mla.table(table, cfg)
+  elif cfg.state_shapes:
+    from jaxpost.models import hybrid
+
+    table = hybrid.table(table, _mlp_rows(dataclasses.replace(cfg, experts=None)), cfg)
+  elif cfg.mixed:
+    from jaxpost.models import mixed_attention
+
+    table = mixed_attention.table(table, cfg)
+  if not cfg.state_shapes and cfg.sparse_layers < cfg.num_layers:
+    dense = param_table(dataclasses.replace(cfg, experts=None, more_heads=()))
+    stacks = {'dense': rows_of_layers(dense), 'layers': rows_of_layers(table)}
+    table = in_stacks(table, cfg.layer_stacks, stacks.__getitem__)
   if 'mtp' in cfg.more_heads:
     from jaxpost.models import multi_token
 
     table |= multi_token.rows(table, cfg)
-  return table
-
-
-def _other_layers(table: dict[str, Param], cfg: ModelConfig) -> dict[str, Param]:
-  """Returns `table`, that of a model with Llama's layers, changed to the layers that the model of `cfg` has."""
-  if cfg.latent:
-    from jaxpost.models import mla
-
-    return mla.table(table, cfg)
-  if cfg.state_shapes:
-    from jaxpost.models import hybrid
-
-    return hybrid.table(table, _mlp_rows(dataclasses.replace(cfg, experts=None)), cfg)
-  if cfg.mixed:
-    from jaxpost.models import mixed_attention
-
-    return mixed_attention.table(table, cfg)
   return table
 
 
