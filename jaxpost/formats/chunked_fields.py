@@ -22,11 +22,7 @@ _CHUNKED = 'chunked_attention'  # of `layer_types`
 
 
 def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> ChunkedConfig:
-  """Returns the config of a folder, from the common fields `cfg` and its config.json `raw`.
-
-  Raises:
-    InputError: for values that are impossible or not supported; it names the field.
-  """
+  """Returns the config of a folder; see `families.own_fields`."""
   del family
   for field in ('attention_chunk_size', 'intermediate_size_mlp', 'interleave_moe_layer_step', 'floor_scale'):
     check_whole(raw[field], field, where)

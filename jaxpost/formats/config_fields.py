@@ -76,7 +76,6 @@ _POSITIVE = (
 )
 _BOOLEANS = (
   'use_sliding_window',
-  'tie_word_embeddings',
   'norm_topk_prob',
   'use_qk_norm',
   'attention_out_bias',

@@ -172,12 +172,9 @@ def _agreed(raw: dict[str, Any], field: str, other: Any, name: str, where: str) 
 
 
 def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> ModelConfig:
-  """Returns the config of a folder, from the common fields `cfg` and its config.json `raw`.
+  """Returns the config of a folder; see `families.own_fields`.
 
   A model of such a family that has attention in all layers gets a plain ModelConfig.
-
-  Raises:
-    InputError: for values that are impossible or not supported; it names the field.
   """
   name, supported = family.activation_field, next(iter(family.activations), 'silu')
   if cfg.activation != supported:

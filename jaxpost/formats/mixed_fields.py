@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> MixedConfig:
-  """Returns the config of a folder, from the common fields `cfg` and its config.json `raw`.
-
-  Raises:
-    InputError: for values that are impossible or not supported; it names the field.
-  """
+  """Returns the config of a folder; see `families.own_fields`."""
   del family
   for field in ('attention_k_eq_v', 'use_double_wide_mlp', 'enable_moe_block'):
     check_boolean(raw[field], field, where)

@@ -80,7 +80,13 @@ class HostHealth:
       digest = to_host(digest)
       row[f'param_hash/{name}'] = replicas.combined(digest)
       if differing := replicas.differing(digest, params):
-        self._stop(differing)
+        path, device = differing[0]
+        host = coordination.all_gather(socket.gethostname())[device.process_index]
+        raise RuntimeError(
+          f'replicas of the parameters differ: {path} on {device} of process {device.process_index} on host '
+          f'{host} (and {len(differing) - 1} more shards); memory or a device is faulty, or programs differ: take that '
+          'host out and start again from the last checkpoint'
+        )
     return row
 
   def _speed(self) -> dict:
@@ -97,16 +103,6 @@ class HostHealth:
     self._host_s = self._step_s = 0.0
     self._steps = 0
     return {'time/host_skew': skew, 'time/slowest_process': slowest}
-
-  def _stop(self, differing: list) -> None:
-    hosts = coordination.all_gather(socket.gethostname())
-    path, device = differing[0]
-    place = f'{device} of process {device.process_index}'
-    raise RuntimeError(
-      f'replicas of the parameters differ: {path} on {place} on host '
-      f'{hosts[device.process_index]} (and {len(differing) - 1} more shards); '
-      'memory or a device is faulty, or programs differ: take that host out and start again from the last checkpoint'
-    )
 
 
 def make_host_health(roles: Roles, every: int, ledger: Ledger, note: Callable) -> HostHealth:
