@@ -119,8 +119,6 @@ class PromptStream:
         to be chats.
       sources: `Prompt.source` of the prompts of each source of `rows`; () for {}.
     """
-    if per_step < 1:
-      raise InputError(f'per_step={per_step} must be at least 1')
     self._rows, self._tokenizer = rows, tokenizer
     self._max_length = max_prompt_length
     self._system_prompt = system_prompt

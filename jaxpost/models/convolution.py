@@ -82,10 +82,9 @@ def rows(cfg: HybridConfig) -> dict[str, Param]:
 
 
 def mix(
-  p: dict, y: jax.Array, cfg: HybridConfig, compute: Compute, layout: Callable, segment_ids: jax.Array, state: tuple
+  p: dict, y: jax.Array, _cfg: HybridConfig, compute: Compute, layout: Callable, segment_ids: jax.Array, state: tuple
 ) -> tuple[jax.Array, tuple]:
   """Mixes tokens by a convolution between two gates (LFM2): c * convolution(b * x). See `hybrid.mix`."""
-  del cfg
   b, c, x = (
     layers.project('btd,dnh->btnh', y, p, f'in_{name}', compute, layout=layout).astype(jnp.float32) for name in 'bcx'
   )

@@ -47,8 +47,7 @@ def _embed_forward(table, tokens, dtype, constrain):
   return embed(table, tokens, dtype, constrain), (table, tokens)
 
 
-def _embed_backward(dtype, constrain, residuals, g):
-  del dtype
+def _embed_backward(_dtype, constrain, residuals, g):
   table, tokens = residuals
 
   def scatter_add(tokens, g):

@@ -207,8 +207,7 @@ def _gather_fsdp(w: jax.Array, axis: int, dtype: str, reduce_dtype: str) -> jax.
   return jax.lax.all_gather(w.astype(dtype), 'fsdp', axis=axis, tiled=True).astype(w.dtype)
 
 
-def _gather_backward(axis, dtype, reduce_dtype, residuals, g):
-  del dtype, residuals
+def _gather_backward(axis, _dtype, reduce_dtype, _residuals, g):
   sent = g.astype(reduce_dtype) if g.dtype == jnp.float32 else g
   return (jax.lax.psum_scatter(sent, 'fsdp', scatter_dimension=axis, tiled=True).astype(g.dtype),)
 

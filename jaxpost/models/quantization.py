@@ -90,8 +90,7 @@ def _forward(spec, x, w, dtype, out):
   return _product(spec, x, w, dtype, out), (w, jnp.zeros((0,), x.dtype))
 
 
-def _backward(spec, dtype, result, residuals, g):
-  del result
+def _backward(spec, dtype, _out, residuals, g):
   w, kind = residuals
   x_term, w_term, out = spec.replace('->', ',').split(',')
   g = g.astype(dtype)

@@ -173,9 +173,6 @@ class _Board:
   def line(self, text: str, style: str | None = None) -> None:
     self._console.out(text, style=style, highlight=False)
 
-  def warn(self, step: int, text: str) -> None:
-    self.line(f'warning: {self._stage} step {step}: {text}', 'yellow')
-
   def close(self) -> None:
     if self._bar is not None:
       self._bar.stop()
@@ -315,7 +312,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
     if split != 'train':
       return
     for text in self.alerts.check(self._stage, step, values, error):
-      self._board.warn(step, text)
+      self._board.line(f'warning: {self._stage} step {step}: {text}', 'yellow')
     is_relative = values.get('frac_reward_zero_std', 1) < 1 and 'critic/loss' not in values
     if is_relative and abs(values.get('loss', 1)) < 0.01:
       self.note('a loss near 0 is expected, as advantages of both signs cancel: watch reward and kl')
