@@ -17,6 +17,7 @@ from jaxpost.models.config import ModelConfig
 
 if TYPE_CHECKING:
   from jaxpost.formats.family import Family
+  from jaxpost.models.hybrid_config import HybridConfig
 
 _INDEXED = 'indexed_attention'  # of `layer_types`
 
@@ -118,10 +119,10 @@ def _check_combinations(raw: dict[str, Any], cfg: ModelConfig, where: str) -> No
     refuse(f'num_key_value_heads={cfg.num_kv_heads} of {cfg.num_heads} heads')
 
 
-def write(cfg: LatentConfig, _family: Family) -> dict[str, Any]:
+def write(cfg: LatentConfig | HybridConfig, _family: Family) -> dict[str, Any]:
   """Returns the fields of config.json; the inverse of `read`."""
   out: dict[str, Any] = {}
-  if cfg.index_topk:
+  if isinstance(cfg, LatentConfig) and cfg.index_topk:
     indexer = cfg.index_heads, cfg.index_dim, cfg.index_topk
     out = dict(zip(INDEX_SIZES, indexer)) | dict(indexer_types=['full'] * cfg.num_layers)
   return out | dict(

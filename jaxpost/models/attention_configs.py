@@ -37,7 +37,7 @@ class LatentConfig(ModelConfig):
   """
 
   q_rank: int = 0  # rank of the query projection; 0: a full projection
-  kv_rank: int = 0  # size of the latent of keys and values; 0: attention is not of this kind (`HybridConfig`)
+  kv_rank: int = 0  # size of the latent of keys and values
   rope_dim: int = 0  # rotated entries of a head, the last ones
   v_dim: int = 0  # head size of values
   index_topk: int = 0  # keys that a query attends to; 0: all
@@ -49,16 +49,14 @@ class LatentConfig(ModelConfig):
 
   @property
   def value_dim(self) -> int:
-    return self.v_dim or super().value_dim
+    return self.v_dim
 
   @property
   def rope_size(self) -> int:
-    return self.rope_dim or super().rope_size
+    return self.rope_dim
 
   @property
   def cached(self) -> tuple[int, tuple[int, ...]]:
-    if not self.kv_rank:
-      return super().cached
     indexer_sizes = (self.index_dim,) if self.index_topk else ()
     return 1, (self.kv_rank + self.rope_dim, *indexer_sizes)
 

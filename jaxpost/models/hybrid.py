@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jaxpost.models.parameters import STACKS, Param, in_stacks, rows_of_layers, 
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
+  from jaxpost.models.attention_configs import LatentConfig
   from jaxpost.models.attention_xla import PackedRows
   from jaxpost.models.config import ModelConfig
   from jaxpost.models.hybrid_config import HybridConfig
@@ -45,7 +46,7 @@ def table(plain: dict[str, Param], dense: dict[str, Param], cfg: HybridConfig) -
   if cfg.kv_rank:
     from jaxpost.models import mla
 
-    plain = mla.table(plain, cfg)
+    plain = mla.table(plain, cast('LatentConfig', cfg))  # it has the fields of a `LatentConfig`
   rows_of = functools.partial(_of_stack, rows_of_layers(plain), rows_of_layers(dense), cfg)
   return in_stacks(plain, cfg.layer_stacks, rows_of)
 

@@ -2,16 +2,15 @@
 
 import dataclasses
 
-from jaxpost.models.attention_configs import LatentConfig
+from jaxpost.models.config import ModelConfig
 from jaxpost.models.parameters import STATEFUL
 
 
 @dataclasses.dataclass(frozen=True)
-class HybridConfig(LatentConfig):
+class HybridConfig(ModelConfig):
   """A decoder whose layers have either attention or one other mixer of tokens (`hybrid.py`).
 
-  Its attention may be latent, without an indexer. With `norms='post'`, layers with attention have norms after attention
-  and MLP, others before their mixer and MLP.
+  With `norms='post'`, layers with attention have norms after attention and MLP, others before their mixer and MLP.
 
   The sizes below are those of the other mixer; of a convolution only `taps` matters. In the terms of Mamba-2, the
   queries of a state space are C, its keys B, its values x, and the key heads are groups.
@@ -33,8 +32,24 @@ class HybridConfig(LatentConfig):
   gate_rank: int = 0
   out_norm_eps: float = 0.0  # of the norm after the delta rule; 0: `norm_eps`
   step_min: float = 0.0  # lower bound of the steps of a state space
+  # Sizes of multi-head latent attention, as in `LatentConfig`; kv_rank 0: attention is not of this kind.
+  q_rank: int = 0
+  kv_rank: int = 0
+  rope_dim: int = 0
+  v_dim: int = 0
+  index_topk = 0  # no indexer chooses keys
 
-  latent = False  # other mixers than attention decide the parameter table (`hybrid.table`)
+  @property
+  def value_dim(self) -> int:
+    return self.v_dim or super().value_dim
+
+  @property
+  def rope_size(self) -> int:
+    return self.rope_dim or super().rope_size
+
+  @property
+  def cached(self) -> tuple[int, tuple[int, ...]]:
+    return (1, (self.kv_rank + self.rope_dim,)) if self.kv_rank else super().cached
 
   @property
   def layer_stacks(self) -> tuple[str, ...]:

@@ -75,18 +75,7 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
     table['score'] = Param((d, 1), ('embed', None), 'score.weight', 'zeros', matrix=True)  # at first all score 0
   if not cfg.num_labels and not cfg.tie_embeddings:
     table['head'] = tokens('lm_head')
-  if cfg.latent:
-    from jaxpost.models import mla
-
-    table = mla.table(table, cfg)
-  elif cfg.state_shapes:
-    from jaxpost.models import hybrid
-
-    table = hybrid.table(table, _mlp_rows(dataclasses.replace(cfg, experts=None)), cfg)
-  elif cfg.mixed:
-    from jaxpost.models import mixed_attention
-
-    table = mixed_attention.table(table, cfg)
+  table = _other_layers(table, cfg)
   if not cfg.state_shapes and cfg.sparse_layers < cfg.num_layers:
     dense = param_table(dataclasses.replace(cfg, experts=None, more_heads=()))
     stacks = {'dense': rows_of_layers(dense), 'layers': rows_of_layers(table)}
@@ -95,6 +84,23 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
     from jaxpost.models import multi_token
 
     table |= multi_token.rows(table, cfg)
+  return table
+
+
+def _other_layers(table: dict[str, Param], cfg: ModelConfig) -> dict[str, Param]:
+  """Returns `table`, that of a model with Llama's layers, changed to the layers that the model of `cfg` has."""
+  if cfg.latent:
+    from jaxpost.models import mla
+
+    return mla.table(table, cfg)
+  if cfg.state_shapes:
+    from jaxpost.models import hybrid
+
+    return hybrid.table(table, _mlp_rows(dataclasses.replace(cfg, experts=None)), cfg)
+  if cfg.mixed:
+    from jaxpost.models import mixed_attention
+
+    return mixed_attention.table(table, cfg)
   return table
 
 
