@@ -55,22 +55,18 @@ def load_module(target: str, what: str) -> ModuleType:
   """Imports 'pkg.module' or './file.py'."""
   if target.endswith('.py') or '/' in target:
     return _load_file(target, what)
-  return _load_module(target, what)
-
-
-def _load_module(name: str, what: str) -> ModuleType:
-  if not re.fullmatch(r'[A-Za-z_]\w*(\.[A-Za-z_]\w*)*', name):
-    raise InputError(f'{what}: {name!r} is no module name')
+  if not re.fullmatch(r'[A-Za-z_]\w*(\.[A-Za-z_]\w*)*', target):
+    raise InputError(f'{what}: {target!r} is no module name')
   try:
-    return importlib.import_module(name)
+    return importlib.import_module(target)
   except ModuleNotFoundError as error:
     # A missing import inside the user's module is the user's error too, but needs another fix.
-    if error.name and (name + '.').startswith(error.name + '.'):
+    if error.name and (target + '.').startswith(error.name + '.'):
       raise InputError(
         f'{what}: no module {error.name!r}; is it installed, or its folder'
         ' on PYTHONPATH? (a file is written ./file.py:function)'
       ) from error
-    raise InputError(f'{what}: {name} imports {error.name!r}, which is not installed') from error
+    raise InputError(f'{what}: {target} imports {error.name!r}, which is not installed') from error
   except SyntaxError as error:
     raise _syntax(error, what) from error
 

@@ -137,16 +137,14 @@ def _einsum(spec, x, w, dtype, out, layout):
   return jnp.einsum(spec, x.astype(dtype), w.astype(dtype), precision=precision_of(dtype), preferred_element_type=out)
 
 
-def _forward(spec, x, w, dtype, out, layout):
-  del layout
+def _forward(spec, x, w, dtype, out, _layout):
   # Residuals are the cast operands; the empty arrays carry the input types.
   saved = (x.astype(dtype), w.astype(dtype))
   kinds = (jnp.zeros((0,), x.dtype), jnp.zeros((0,), w.dtype))
   return einsum(spec, *saved, dtype, out), (saved, kinds)
 
 
-def _backward(spec, dtype, result, layout, residuals, g):
-  del result
+def _backward(spec, dtype, _out, layout, residuals, g):
   (x, w), (x_kind, w_kind) = residuals
   x_term, w_term, out = spec.replace('->', ',').split(',')
   g = g.astype(dtype)

@@ -177,7 +177,6 @@ def with_meshes(
   """Returns the stages with a mesh wherever their config says 'auto', and on accelerators with defaults that fit.
 
   Args:
-    prepared: the stages of a config.
     choose_mesh: see `run`.
     note: called with a line about each choice.
   """

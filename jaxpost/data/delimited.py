@@ -30,7 +30,11 @@ def read(path: epath.Path, name: str, delimiter: str) -> files.NumberedRows:
       if not values:  # a blank line
         continue
       if not header:
-        header = _checked_header(values, f'{name}:{first}')
+        header = [column.strip() for column in values]
+        if not all(header):
+          raise InputError(f'{name}:{first}: a column has no name; the first line names all columns')
+        if repeated := [column for column in header if header.count(column) > 1]:
+          raise InputError(f'{name}:{first}: names the column {repeated[0]!r} twice')
       elif len(values) != len(header):
         raise InputError(
           f'{name}:{first}: has {len(values)} values, and the first line names {len(header)} columns; put values that '
@@ -40,13 +44,3 @@ def read(path: epath.Path, name: str, delimiter: str) -> files.NumberedRows:
         yield first, dict(zip(header, values))
   except csv.Error as error:
     raise InputError(f'{name}:{line}: bad quotes: {error}') from error
-
-
-def _checked_header(names: list[str], where: str) -> list[str]:
-  """Returns the names of the columns without surrounding spaces; InputError for empty and repeated names."""
-  names = [name.strip() for name in names]
-  if not all(names):
-    raise InputError(f'{where}: a column has no name; the first line names all columns')
-  if repeated := [name for name in names if names.count(name) > 1]:
-    raise InputError(f'{where}: names the column {repeated[0]!r} twice')
-  return names

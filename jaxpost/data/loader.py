@@ -129,8 +129,6 @@ class PackedStream:
 
   def __post_init__(self) -> None:
     """Sets the stream to its start."""
-    if self.overlong not in _OVERLONG:
-      raise InputError(f'overlong={self.overlong!r} is none of {", ".join(_OVERLONG)}')
     if self.batch_size < 1 or self.row_length < 2:
       raise InputError(f'batch_size={self.batch_size} must be at least 1 and row_length={self.row_length} at least 2')
     self._order = order(self.num_rows, self.seed, self.shuffle, self.sizes, self.weights)

@@ -41,7 +41,14 @@ _ERRORS_OF_MAP = (
 
 def rename(columns: str) -> Callable[[Row, str], Row]:
   """Returns a function of (row, place of the row) that renames columns by 'target=source,...' and keeps the others."""
-  renames = _parse_columns(columns)
+  renames: dict[str, str] = {}  # target: source
+  for part in filter(None, (p.strip() for p in columns.split(','))):
+    target, equals, source = (p.strip() for p in part.partition('='))
+    if not (target and equals and source):
+      raise InputError(f'columns: {part!r} must be target=source, e.g. prompt=question')
+    if target in renames:
+      raise InputError(f'columns: {target!r} is given twice')
+    renames[target] = source
 
   def renamed(row: Row, where: str) -> Row:
     for source in renames.values():
@@ -52,19 +59,6 @@ def rename(columns: str) -> Callable[[Row, str], Row]:
     return kept | {target: row[source] for target, source in renames.items()}
 
   return renamed
-
-
-def _parse_columns(columns: str) -> dict[str, str]:
-  """Parses 'target=source,...' into {target: source}."""
-  renames = {}
-  for part in filter(None, (p.strip() for p in columns.split(','))):
-    target, equals, source = (p.strip() for p in part.partition('='))
-    if not (target and equals and source):
-      raise InputError(f'columns: {part!r} must be target=source, e.g. prompt=question')
-    if target in renames:
-      raise InputError(f'columns: {target!r} is given twice')
-    renames[target] = source
-  return renames
 
 
 def load(map_fn: Callable[[Row], Row | None] | str) -> Callable[[Row, str], Row | None]:

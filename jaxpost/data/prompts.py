@@ -112,17 +112,13 @@ class PromptStream:
     Args:
       rows: with `prompt` (text or messages), or `messages`, whose prompt ends before the last assistant turn. Other
         columns go to the reward functions.
-      per_step: prompts per step.
       max_prompt_length: longer prompts are skipped and counted.
-      seed: of the order.
       shuffle: False keeps the prompts in file order.
       system_prompt: added to each chat as its first message.
       tools: JSON schemas of tools that every prompt lists, or row number -> those of the row. Prompts with tools have
         to be chats.
       sources: `Prompt.source` of the prompts of each source of `rows`; () for {}.
     """
-    if per_step < 1:
-      raise InputError(f'per_step={per_step} must be at least 1')
     self._rows, self._tokenizer = rows, tokenizer
     self._max_length = max_prompt_length
     self._system_prompt = system_prompt

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from etils import epath
@@ -108,7 +108,10 @@ def _find_local(local: epath.Path, path: str, split: str) -> list[tuple[epath.Pa
     data_files = [local / file['filename'] for file in state.get('_data_files', [])]
   else:
     data_files = _data_files(local)
-    split_of = {file: _split_of(file.relative_to(local).parts) for file in data_files}
+    split_of = {}  # file -> the split that a word in its path names; '' if there is none
+    for file in data_files:
+      words = re.split(r'[^A-Za-z]+', '/'.join(file.relative_to(local).parts).lower())
+      split_of[file] = next((_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS), '')
     splits = sorted(set(split_of.values()) - {''})
     if split or len(splits) > 1:
       split = _choose(split, splits, path)
@@ -145,12 +148,6 @@ def _choose(split: str, names: list[str], path: str) -> str:
   raise InputError(
     f'{path}: has the splits {listed}; name one, e.g. {path}:{"train" if "train" in names else names[0]}'
   )
-
-
-def _split_of(parts: Sequence[str]) -> str:
-  """Returns the split that a word in the parts of a path names; '' if there is none."""
-  words = re.split(r'[^A-Za-z]+', '/'.join(parts).lower())
-  return next((_SPLIT_WORDS[w] for w in words if w in _SPLIT_WORDS), '')
 
 
 def _missing(local: epath.Path, path: str) -> InputError:

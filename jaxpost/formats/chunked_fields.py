@@ -21,13 +21,8 @@ if TYPE_CHECKING:
 _CHUNKED = 'chunked_attention'  # of `layer_types`
 
 
-def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> ChunkedConfig:
-  """Returns the config of a folder, from the common fields `cfg` and its config.json `raw`.
-
-  Raises:
-    InputError: for values that are impossible or not supported; it names the field.
-  """
-  del family
+def read(raw: dict[str, Any], cfg: ModelConfig, where: str, _family: Family) -> ChunkedConfig:
+  """Returns the config of a folder; see `families.own_fields`."""
   for field in ('attention_chunk_size', 'intermediate_size_mlp', 'interleave_moe_layer_step', 'floor_scale'):
     check_whole(raw[field], field, where)
   tuned = raw['attn_temperature_tuning']
@@ -46,6 +41,15 @@ def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> C
     scaling = ((QUERY_SCALE, float(raw['attn_scale'])), (ORIGINAL, raw['floor_scale']), ('query_offset', 1))
     ropes += (Rope(scaling=(('rope_type', 'none'), *scaling)),)
     layer_ropes = tuple(0 if rotates else 1 for rotates in rotated)
+  sparse_layers = raw.get('moe_layers')  # indices of the layers with experts, from 0 on
+  if sparse_layers is None:
+    step = raw['interleave_moe_layer_step']
+    sparse_layers = list(range(step - 1, cfg.num_layers, step))
+  valid = isinstance(sparse_layers, list) and all(type(i) is int and 0 <= i < cfg.num_layers for i in sparse_layers)
+  if not valid or sorted({*sparse_layers}) != sparse_layers or not sparse_layers:
+    raise InputError(
+      f'{where}: moe_layers={sparse_layers!r} must be ascending indices among the {cfg.num_layers} layers'
+    )
   assert cfg.experts
   return ChunkedConfig(
     **vars(cfg)
@@ -55,21 +59,9 @@ def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> C
       layer_ropes=layer_ropes,
       layer_windows=tuple(raw['attention_chunk_size'] if kind == _CHUNKED else 0 for kind in types),
       experts=dataclasses.replace(cfg.experts, shared=1, on_inputs=True),
-      sparse=_sparse(raw, cfg.num_layers, where),
+      sparse=tuple(sparse_layers),
     )
   )
-
-
-def _sparse(raw: dict[str, Any], layers: int, where: str) -> tuple[int, ...]:
-  """Returns the indices of the layers with experts, from 0 on."""
-  sparse_layers = raw.get('moe_layers')
-  if sparse_layers is None:
-    step = raw['interleave_moe_layer_step']
-    sparse_layers = list(range(step - 1, layers, step))
-  valid = isinstance(sparse_layers, list) and all(type(i) is int and 0 <= i < layers for i in sparse_layers)
-  if not valid or sorted({*sparse_layers}) != sparse_layers or not sparse_layers:
-    raise InputError(f'{where}: moe_layers={sparse_layers!r} must be ascending indices among the {layers} layers')
-  return tuple(sparse_layers)
 
 
 def write(cfg: ModelConfig, family: Family) -> dict[str, Any]:

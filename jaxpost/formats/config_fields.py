@@ -76,7 +76,6 @@ _POSITIVE = (
 )
 _BOOLEANS = (
   'use_sliding_window',
-  'tie_word_embeddings',
   'norm_topk_prob',
   'use_qk_norm',
   'attention_out_bias',
@@ -209,7 +208,17 @@ def experts(raw: dict[str, Any], family: Family, where: str) -> Experts | None:
     return None
   if fields.optional and not raw[fields.num]:
     return None
-  _check_experts(fields, raw, family, where)
+  groups = ('n_group', 'topk_group') if fields.grouped else ()
+  for name in (fields.num, fields.size, 'num_experts_per_tok', *groups):
+    check_whole(raw[name], name, where)
+  for name in filter(None, (fields.shared, fields.first_dense)):
+    check_whole(raw[name], name, where, least=0)
+  if fields.scaled:
+    check_positive(raw['routed_scaling_factor'], 'routed_scaling_factor', where)
+  last_layer = raw['num_hidden_layers'] - 1
+  end_layer = raw.get('moe_layer_end_index', -1)
+  if 'moe_layer_end_index' in family.fields and end_layer not in (-1, last_layer):
+    raise InputError(f'{where}: moe_layer_end_index={end_layer!r} is not supported (only the last layer, {last_layer})')
   config = Experts(
     num=raw[fields.num],
     top_k=raw['num_experts_per_tok'],
@@ -228,20 +237,6 @@ def experts(raw: dict[str, Any], family: Family, where: str) -> Experts | None:
   )
   _check_combinations(config, fields, raw, where)
   return config
-
-
-def _check_experts(fields: ExpertFields, raw: dict[str, Any], family: Family, where: str) -> None:
-  groups = ('n_group', 'topk_group') if fields.grouped else ()
-  for name in (fields.num, fields.size, 'num_experts_per_tok', *groups):
-    check_whole(raw[name], name, where)
-  for name in filter(None, (fields.shared, fields.first_dense)):
-    check_whole(raw[name], name, where, least=0)
-  if fields.scaled:
-    check_positive(raw['routed_scaling_factor'], 'routed_scaling_factor', where)
-  last_layer = raw['num_hidden_layers'] - 1
-  end_layer = raw.get('moe_layer_end_index', -1)
-  if 'moe_layer_end_index' in family.fields and end_layer not in (-1, last_layer):
-    raise InputError(f'{where}: moe_layer_end_index={end_layer!r} is not supported (only the last layer, {last_layer})')
 
 
 def _check_combinations(config: Experts, fields: ExpertFields, raw: dict[str, Any], where: str) -> None:

@@ -338,7 +338,12 @@ def of_model(family: str) -> Family:
 
 
 def own_fields(family: Family) -> Any:
-  """Returns the module that reads and writes the fields of layers that Llama lacks; None if there are none."""
+  """Returns the module that reads and writes the fields of layers that Llama lacks; None if there are none.
+
+  Its read(raw, cfg, where, family) returns the config of a folder, from the common fields `cfg` and its config.json
+  `raw`, and raises InputError, which names the field, for values that are impossible or not supported. The inverse is
+  write(cfg, family). Some modules also have completed(raw, family, where), which derives fields that are left out.
+  """
   module: Any = None
   if family.hybrid:
     from jaxpost.formats import hybrid_fields as module

@@ -172,12 +172,9 @@ def _agreed(raw: dict[str, Any], field: str, other: Any, name: str, where: str) 
 
 
 def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> ModelConfig:
-  """Returns the config of a folder, from the common fields `cfg` and its config.json `raw`.
+  """Returns the config of a folder; see `families.own_fields`.
 
   A model of such a family that has attention in all layers gets a plain ModelConfig.
-
-  Raises:
-    InputError: for values that are impossible or not supported; it names the field.
   """
   name, supported = family.activation_field, next(iter(family.activations), 'silu')
   if cfg.activation != supported:
@@ -338,9 +335,8 @@ def _write_kimi(cfg: HybridConfig, family: Family, common: dict[str, Any]) -> di
   return latent_fields.write(cfg, family) | dict(linear_attn_config=nested, mlp_layer_types=mlp_types)
 
 
-def _write_state_space(cfg: ModelConfig, family: Family, common: dict[str, Any]) -> dict[str, Any]:
+def _write_state_space(cfg: ModelConfig, _family: Family, _common: dict[str, Any]) -> dict[str, Any]:
   """Returns the fields of a Granite 4, which may have no state space."""
-  del family, common
   out: dict[str, Any] = {
     'shared_intermediate_size': cfg.experts.shared_size if cfg.experts else cfg.intermediate_size,
     'position_embedding_type': None if -1 in cfg.layer_ropes else 'rope',

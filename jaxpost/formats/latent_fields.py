@@ -61,11 +61,7 @@ def _indexers(raw: dict[str, Any]) -> list[str]:
 
 
 def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> LatentConfig:
-  """Returns the config of a folder, from the common fields `cfg` and its config.json `raw`.
-
-  Raises:
-    InputError: for values that are impossible or not supported; it names the field.
-  """
+  """Returns the config of a folder; see `families.own_fields`."""
   latent = sizes(raw, cfg, where)
   if 'index_topk' not in family.fields:
     return LatentConfig(**vars(cfg) | latent)
@@ -92,9 +88,12 @@ def sizes(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str, Any]:
   check_boolean(raw.get('rope_interleave', True), 'rope_interleave', where)
   _check_combinations(raw, cfg, where)
   size = raw['qk_nope_head_dim'] + raw['qk_rope_head_dim']
+  scaling = dict(cfg.ropes[0].scaling)
+  mscale_all_dim, factor = scaling.get('mscale_all_dim', 0), scaling.get('factor', 1)
+  yarn_mscale = 0.1 * mscale_all_dim * math.log(factor) + 1 if mscale_all_dim and factor > 1 else 1.0
   return dict(
     head_dim=size,
-    attention_scale=_attention_scale(cfg, size),
+    attention_scale=size**-0.5 * yarn_mscale * yarn_mscale,  # once for queries, once for keys (arXiv:2309.00071)
     q_rank=raw['q_lora_rank'] or 0,
     kv_rank=raw['kv_lora_rank'],
     rope_dim=raw['qk_rope_head_dim'],
@@ -120,18 +119,8 @@ def _check_combinations(raw: dict[str, Any], cfg: ModelConfig, where: str) -> No
     refuse(f'num_key_value_heads={cfg.num_kv_heads} of {cfg.num_heads} heads')
 
 
-def _attention_scale(cfg: ModelConfig, size: int) -> float:
-  """Returns 1 / sqrt(size), times the squared factor of YaRN (arXiv:2309.00071)."""
-  scaling = dict(cfg.ropes[0].scaling)
-  mscale_all_dim = scaling.get('mscale_all_dim', 0)
-  factor = scaling.get('factor', 1)
-  yarn_mscale = 0.1 * mscale_all_dim * math.log(factor) + 1 if mscale_all_dim and factor > 1 else 1.0
-  return size**-0.5 * yarn_mscale * yarn_mscale  # once for queries, once for keys
-
-
-def write(cfg: LatentConfig | HybridConfig, family: Family) -> dict[str, Any]:
+def write(cfg: LatentConfig | HybridConfig, _family: Family) -> dict[str, Any]:
   """Returns the fields of config.json; the inverse of `read`."""
-  del family
   out: dict[str, Any] = {}
   if isinstance(cfg, LatentConfig) and cfg.index_topk:
     indexer = cfg.index_heads, cfg.index_dim, cfg.index_topk

@@ -15,13 +15,8 @@ if TYPE_CHECKING:
   from jaxpost.formats.family import Family
 
 
-def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> MixedConfig:
-  """Returns the config of a folder, from the common fields `cfg` and its config.json `raw`.
-
-  Raises:
-    InputError: for values that are impossible or not supported; it names the field.
-  """
-  del family
+def read(raw: dict[str, Any], cfg: ModelConfig, where: str, _family: Family) -> MixedConfig:
+  """Returns the config of a folder; see `families.own_fields`."""
   for field in ('attention_k_eq_v', 'use_double_wide_mlp', 'enable_moe_block'):
     check_boolean(raw[field], field, where)
   for field in ('hidden_size_per_layer_input', 'vocab_size_per_layer_input', 'num_kv_shared_layers'):
@@ -98,9 +93,8 @@ def _full_layer(per_layer: Any, has_window: list[bool], where: str) -> dict[str,
   return blocks[0]
 
 
-def write(cfg: ModelConfig, family: Family) -> dict[str, Any]:
+def write(cfg: ModelConfig, _family: Family) -> dict[str, Any]:
   """Returns the fields of config.json; the inverse of `read`."""
-  del family
   assert isinstance(cfg, MixedConfig)
   return {
     'global_head_dim': cfg.full_head_dim,

@@ -152,11 +152,9 @@ class Origin(contextlib.AbstractContextManager):
     raise InputError(f'{self._folder}: has no tensor for {text}, so an export cannot be completed; restore the folder')
 
   def others(self, written: Collection[str], unused: str) -> dict[str, Any]:
-    """Returns {name: tensor} of those that are not of the text model, or without effect on it.
+    """Returns {name: tensor} of those that are not of the text model, or without effect on it (`Family.unused`).
 
-    Args:
-      written: names of the tensors of the text model.
-      unused: `Family.unused`.
+    written: names of the tensors of the text model.
     """
 
     def is_other(own_name: str | None, tensor: Any) -> bool:

@@ -227,7 +227,15 @@ def writer(model: Model, params: dict, base: str) -> Callable | None:
   except InputError as e:
     logging.warning('no adapter/ is written: %s', e)
     return None
-  _warn_lost(model, places)
+  # Adapters that `peft` 0.21 drops, or puts elsewhere, when it loads the folder; `load` reads them.
+  pattern = families.of_model(model.config.family).lost_adapters
+  lost = sorted(name for stored in places.values() for name in stored.names if pattern and re.search(pattern, name))
+  if lost:
+    logging.warning(
+      'adapter/: `peft` does not load adapters such as %s of a %s model; jaxpost does, and the merged export has them',
+      lost[0],
+      model.config.family,
+    )
   tensors = dict(hf_export.export_tensors(places, params, np.dtype(np.float32)))
   config = _config(model, places, base)
 
@@ -271,17 +279,3 @@ def _config(model: Model, places: dict[str, Stored], base: str) -> dict:
     'inference_mode': True,
     'modules_to_save': ['score'] if is_judge else None,
   }
-
-
-def _warn_lost(model: Model, places: dict[str, Stored]) -> None:
-  """Warns of adapters that `peft` 0.21 drops, or puts elsewhere, when it loads the folder; `load` reads them."""
-  pattern = families.of_model(model.config.family).lost_adapters
-  if not pattern:
-    return
-  lost = sorted(name for stored in places.values() for name in stored.names if re.search(pattern, name))
-  if lost:
-    logging.warning(
-      'adapter/: `peft` does not load adapters such as %s of a %s model; jaxpost does, and the merged export has them',
-      lost[0],
-      model.config.family,
-    )

@@ -67,8 +67,8 @@ def layout(model: Model, own_a: set[str] | None = None) -> dict[str, Stored]:
     score = model.table['score']
     rows['score'] = dataclasses.replace(score, hf=f'base_model.model.{score.hf}')
   places = tensor_layout.table(model.config, rows)
-  _check_experts(model, places)
   adapted = {path.removesuffix('/a'): places[path] for path in rows if path.endswith('/a')}
+  _check_experts(model, adapted)
   matrices = tensor_layout.table(model.config, (model.base or model).table)
   matrices_in_tensor = collections.Counter(stored.names[0] for stored in matrices.values())
   adapters_in_tensor = collections.Counter(a.names[0] for a in adapted.values())
@@ -86,9 +86,8 @@ def layout(model: Model, own_a: set[str] | None = None) -> dict[str, Stored]:
   return places
 
 
-def _check_experts(model: Model, places: dict[str, Stored]) -> None:
-  """Raises InputError for adapters of experts that `peft` cannot join."""
-  adapted = {path.removesuffix('/a'): stored for path, stored in places.items() if path.endswith('/a')}
+def _check_experts(model: Model, adapted: dict[str, Stored]) -> None:
+  """Raises InputError for adapters of experts that `peft` cannot join; `adapted` is {path of a matrix: place of A}."""
   experts = {path: stored for path, stored in adapted.items() if stored.spec.stack > 1}
   if not experts:
     return

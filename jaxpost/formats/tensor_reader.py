@@ -87,17 +87,12 @@ def _piece_shape(spec: Param, shape: Sequence[int], limit: int, unit: int = 1) -
 
 def read(stored: Stored, tensors: dict[str, Any], bounds: Sequence[tuple[int, int]], dtype: Any) -> np.ndarray:
   """Reads the elements `bounds` = ((start, end), ...) of a parameter from `tensors`, {name: open tensor}."""
-  spec = stored.spec
-  out = np.empty([end - start for start, end in bounds], dtype)
-  if not spec.stack:
-    value = _read(stored, tensors[stored.names[0]], spec.shape, bounds)
-    out[: len(value)] = value
-    out[len(value) :] = 0  # padding beyond the vocabulary
-    return out
-  stack_shape, stack = spec.shape[: spec.stack], spec.stack
-  for entry in np.ndindex(out.shape[:stack]):
-    index = np.ravel_multi_index([start + i for (start, _), i in zip(bounds, entry)], stack_shape)
-    out[entry] = _read(stored, tensors[stored.names[index]], spec.shape[stack:], bounds[stack:])
+  shape, stack = stored.spec.shape, stored.spec.stack
+  out = np.zeros([end - start for start, end in bounds], dtype)  # padding beyond the vocabulary stays 0
+  for entry in np.ndindex(out.shape[:stack]):  # without a stack, the only entry is ()
+    index = np.ravel_multi_index([start + i for (start, _), i in zip(bounds, entry)], shape[:stack]) if stack else 0
+    value = _read(stored, tensors[stored.names[index]], shape[stack:], bounds[stack:])
+    out[entry][: len(value)] = value
   return out
 
 

@@ -25,9 +25,8 @@ def stripe(x: jax.Array, n: int) -> jax.Array:
 
 
 def unstripe(x: jax.Array, n: int) -> jax.Array:
-  """Undoes `stripe`."""
-  split = x.reshape(len(x), n, -1, *x.shape[2:])
-  return split.swapaxes(1, 2).reshape(x.shape)
+  """Undoes `stripe`, the transpose of [T / n, n]."""
+  return stripe(x, x.shape[1] // n)
 
 
 def unstripe_sharded(x: jax.Array, layout: Layout) -> jax.Array:

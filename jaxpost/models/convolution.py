@@ -34,56 +34,37 @@ def runs_of(segment_ids: jax.Array) -> jax.Array:
   return jnp.cumsum((segment_ids > 0) & (segment_ids != previous), axis=1)
 
 
-def convolve(x: jax.Array, weight: jax.Array, runs: jax.Array, tail: jax.Array | None = None) -> jax.Array:
-  """Causal convolution of each channel over time, within runs, in float32.
-
-  Args:
-    x: [B, T, N, h].
-    weight: [N, h, W], the newest token last.
-    tail: [B, N, W - 1, h], the inputs before the row, which belong to run 0; None: zeros.
-
-  Returns:
-    [B, T, N, h].
-  """
-  length, taps = x.shape[1], weight.shape[-1]
-  x = with_tail(x, tail, taps)
-  runs = jnp.pad(runs, ((0, 0), (taps - 1, 0)))
-  out = jnp.zeros(())
-  for i in range(taps):
-    same = runs[:, i : i + length] == runs[:, taps - 1 :]
-    out += jnp.where(same[..., None, None], x[:, i : i + length], 0) * weight[..., i]
-  return out
-
-
-def with_tail(x: jax.Array, tail: jax.Array | None, taps: int) -> jax.Array:
-  """Returns [B, W - 1 + T, N, h] float32: the tail (None: zeros) and the inputs of a convolution."""
-  x = x.astype(jnp.float32)
-  if tail is None:
-    return jnp.pad(x, ((0, 0), (taps - 1, 0), (0, 0), (0, 0)))
-  return jnp.concatenate([tail.swapaxes(1, 2).astype(jnp.float32), x], axis=1)
-
-
 def over_row(
   inputs: Sequence[jax.Array], weights: Sequence[jax.Array], segment_ids: jax.Array, tails: Sequence[jax.Array | None]
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-  """Convolves several inputs of one row; see `convolve`.
+  """Convolves each channel of several inputs of one row over time, causally and within runs, in float32.
 
   Args:
     inputs: [B, T, N, h] each.
-    weights: [N h, 1, W] for each of them.
+    weights: [N h, 1, W] for each of them, the newest token last.
     segment_ids: [B, T], ids of the documents of each row, 0 for padding.
-    tails: [B, N, W - 1, h] or None, for each of them.
+    tails: [B, N, W - 1, h] for each of them, the inputs before the row, which belong to run 0; None: zeros.
 
   Returns:
-    (outputs, the tails after the last token that is not padding).
+    (outputs [B, T, N, h], the tails after the last token that is not padding).
   """
-  runs, taps = runs_of(segment_ids), weights[0].shape[-1]
-  # [B, W - 1]: places in `with_tail` of the last inputs before padding, which is on the right where tails are used.
+  runs, length, taps = runs_of(segment_ids), segment_ids.shape[1], weights[0].shape[-1]
+  runs_with_tail = jnp.pad(runs, ((0, 0), (taps - 1, 0)))
+  # [B, W - 1]: places of the last inputs before padding, which is on the right where tails are used.
   places = jnp.sum(segment_ids > 0, axis=1, keepdims=True, dtype=jnp.int32) + jnp.arange(taps - 1)
   outputs, new_tails = [], []
   for x, weight, tail in zip(inputs, weights, tails, strict=True):
-    outputs.append(convolve(x, weight.reshape(*x.shape[2:], taps), runs, tail))
-    new_tails.append(jnp.take_along_axis(with_tail(x, tail, taps), places[..., None, None], axis=1).swapaxes(1, 2))
+    weight, x = weight.reshape(*x.shape[2:], taps), x.astype(jnp.float32)
+    if tail is None:
+      x = jnp.pad(x, ((0, 0), (taps - 1, 0), (0, 0), (0, 0)))
+    else:
+      x = jnp.concatenate([tail.swapaxes(1, 2).astype(jnp.float32), x], axis=1)
+    out = jnp.zeros(())
+    for i in range(taps):
+      same = runs_with_tail[:, i : i + length] == runs
+      out += jnp.where(same[..., None, None], x[:, i : i + length], 0) * weight[..., i]
+    outputs.append(out)
+    new_tails.append(jnp.take_along_axis(x, places[..., None, None], axis=1).swapaxes(1, 2))
   return outputs, new_tails
 
 
@@ -101,10 +82,9 @@ def rows(cfg: HybridConfig) -> dict[str, Param]:
 
 
 def mix(
-  p: dict, y: jax.Array, cfg: HybridConfig, compute: Compute, layout: Callable, segment_ids: jax.Array, state: tuple
+  p: dict, y: jax.Array, _cfg: HybridConfig, compute: Compute, layout: Callable, segment_ids: jax.Array, state: tuple
 ) -> tuple[jax.Array, tuple]:
-  """Mixes tokens by a convolution between two gates (LFM2): c * convolve(b * x). See `hybrid.mix`."""
-  del cfg
+  """Mixes tokens by a convolution between two gates (LFM2): c * convolution(b * x). See `hybrid.mix`."""
   b, c, x = (
     layers.project('btd,dnh->btnh', y, p, f'in_{name}', compute, layout=layout).astype(jnp.float32) for name in 'bcx'
   )

@@ -161,7 +161,7 @@ def to_cache_type(x: jax.Array, compute: Compute) -> Any:
     return x.astype(compute.dtype).astype(compute.cache)
   from jaxpost.models import scaled
 
-  return scaled.cached(x, compute)
+  return scaled.encode(x, compute.cache, (-1,), compute.dtype)  # a scale for each token and head
 
 
 def layer_entries(cache: Cache, layer: int, step: int | jax.Array) -> list[jax.Array]:

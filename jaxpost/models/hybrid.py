@@ -11,6 +11,7 @@ one such mixer. In some models a layer has one part only: attention, another mix
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 from jaxpost.distributed.mesh import row_shards
 from jaxpost.errors import InputError
 from jaxpost.models import convolution, delta_mixer, layers, state_space
-from jaxpost.models.parameters import STACKS, Param, unstack_layers
+from jaxpost.models.parameters import STACKS, Param, in_stacks, rows_of_layers, unstack_layers
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
@@ -46,18 +47,11 @@ def table(plain: dict[str, Param], dense: dict[str, Param], cfg: HybridConfig) -
     from jaxpost.models import mla
 
     plain = mla.table(plain, cast('LatentConfig', cfg))  # it has the fields of a `LatentConfig`
-  common = {path.split('/')[1]: spec for path, spec in plain.items() if spec.stacked}
-  dense = {path.split('/')[1]: spec for path, spec in dense.items()}
-  rows = {}
-  for stack in (name for name in STACKS if name in cfg.layer_stacks):
-    numbers = tuple(i for i, name in enumerate(cfg.layer_stacks) if name == stack)
-    for name, spec in _of_stack(common, dense, stack, cfg).items():
-      rows[f'{stack}/{name}'] = dataclasses.replace(spec, shape=(len(numbers), *spec.shape[1:]), numbers=numbers)
-  outside = {path: spec for path, spec in plain.items() if not spec.stacked}
-  return {'embed': outside.pop('embed')} | rows | outside
+  rows_of = functools.partial(_of_stack, rows_of_layers(plain), rows_of_layers(dense), cfg)
+  return in_stacks(plain, cfg.layer_stacks, rows_of)
 
 
-def _of_stack(common: dict[str, Param], dense: dict[str, Param], stack: str, cfg: HybridConfig) -> dict[str, Param]:
+def _of_stack(common: dict[str, Param], dense: dict[str, Param], cfg: HybridConfig, stack: str) -> dict[str, Param]:
   """Returns the rows {name: spec} of the layers of a stack; `common` and `dense` are those of attention and an MLP."""
   mixer = MIXERS.get(stack.removeprefix('dense_'))
   mixer_rows = {name: spec for name, spec in common.items() if name in _ATTENTION}
@@ -162,10 +156,8 @@ def scan_periods(
     x, *kept_and_routing = layers.in_a_row(layer_of_kind, period_params, x, cfg, chosen)
     return x, kept_and_routing
 
-  def split_periods(x):
-    return x.reshape(count // period, -1, *x.shape[1:])
-
   stacks = {name: params[name] for name in STACKS if name in params}
-  x, (kept, routing) = jax.lax.scan(run_period, x, jax.tree.map(split_periods, (stacks, chosen)))
+  by_period = jax.tree.map(lambda y: y.reshape(count // period, -1, *y.shape[1:]), (stacks, chosen))
+  x, (kept, routing) = jax.lax.scan(run_period, x, by_period)
   kept = [jax.tree.map(lambda y, i=i: y[i // period], kept[i % period]) for i in range(count)]
   return x, kept, jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), routing)

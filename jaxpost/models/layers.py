@@ -43,12 +43,7 @@ def embed(table: jax.Array | TiedWeight, tokens: jax.Array, dtype: str, constrai
   return constrain(table.astype(dtype), 'vocab', None)[tokens]
 
 
-def _embed_forward(table, tokens, dtype, constrain):
-  return embed(table, tokens, dtype, constrain), (table, tokens)
-
-
-def _embed_backward(dtype, constrain, residuals, g):
-  del dtype
+def _embed_backward(_dtype, constrain, residuals, g):
   table, tokens = residuals
 
   def scatter_add(tokens, g):
@@ -61,7 +56,7 @@ def _embed_backward(dtype, constrain, residuals, g):
   return constrain(scatter_add(tokens, g), 'vocab', None).astype(table.dtype), None
 
 
-embed.defvjp(_embed_forward, _embed_backward)
+embed.defvjp(lambda table, tokens, *static: (embed(table, tokens, *static), (table, tokens)), _embed_backward)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array | float, cfg: ModelConfig) -> jax.Array:

@@ -223,12 +223,11 @@ def adapted(params: dict, cfg: ModelConfig) -> dict:
 def merge(params: dict, cfg: ModelConfig) -> dict:
   """Merges adapters into their matrices: W + scale A B."""
 
-  def add(number, w, a, b):
-    del number
-    product = jax.vmap(functools.partial(jnp.tensordot, axes=1, precision=jax.lax.Precision.HIGHEST))
+  def add(_number, w, a, b):
+    merged = jax.vmap(lambda w, a, b: Adapted(w, a, b, None, scale(cfg), rate=0.0).dense(w.dtype))
     if a.ndim == b.ndim == 4:  # layers of experts; without experts A or B has fewer dimensions
-      product = jax.vmap(product)
-    return (w + scale(cfg) * product(a, b)).astype(w.dtype)
+      merged = jax.vmap(merged)
+    return merged(w, a, b)
 
   return _over_targets(params, add)
 

@@ -11,6 +11,7 @@ Gemma 3n and Gemma 4 as `transformers` 5 computes them (models/gemma4).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpost.models import layers, moe, rope
-from jaxpost.models.parameters import STACKS, Param, unstack_layers
+from jaxpost.models.parameters import Param, in_stacks, rows_of_layers, unstack_layers
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
@@ -34,21 +35,15 @@ def table(plain: dict[str, Param], cfg: MixedConfig) -> dict[str, Param]:
 
   plain: the table of the same model with heads of one size.
   """
-  common = {path.split('/')[1]: spec for path, spec in plain.items() if spec.stacked} | _own_rows(cfg)
-  rows = {}
-  for stack in (name for name in STACKS if name in cfg.layer_stacks):
-    numbers = tuple(i for i, name in enumerate(cfg.layer_stacks) if name == stack)
-    for name, spec in _of_stack(common, stack, cfg).items():
-      rows[f'{stack}/{name}'] = dataclasses.replace(spec, shape=(len(numbers), *spec.shape[1:]), numbers=numbers)
-  outside = {path: spec for path, spec in plain.items() if not spec.stacked}
+  rows = in_stacks(plain, cfg.layer_stacks, functools.partial(_of_stack, rows_of_layers(plain) | _own_rows(cfg), cfg))
   if p := cfg.side_size:
     width, d = cfg.num_layers * p, cfg.hidden_size
-    outside |= {
+    rows |= {
       'side_embed': Param((cfg.padded_vocab_size, width), ('vocab', 'embed'), 'model.embed_tokens_per_layer.weight'),
       'side_project': Param((d, width), ('embed', None), 'model.per_layer_model_projection.weight', matrix=True),
       'side_input_norm': Param((p,), (None,), 'model.per_layer_projection_norm.weight', 'ones', exact=True),
     }
-  return {'embed': outside.pop('embed')} | rows | outside
+  return rows
 
 
 def _own_rows(cfg: MixedConfig) -> dict[str, Param]:
@@ -76,7 +71,7 @@ def _own_rows(cfg: MixedConfig) -> dict[str, Param]:
   return rows
 
 
-def _of_stack(common: dict[str, Param], stack: str, cfg: MixedConfig) -> dict[str, Param]:
+def _of_stack(common: dict[str, Param], cfg: MixedConfig, stack: str) -> dict[str, Param]:
   """Returns the rows of the layers of a stack: those of `common` that they have, in their sizes."""
   full, shared = not stack.startswith('local'), stack.endswith('shared')
   kv_heads, size, _ = cfg.head_shapes[full]

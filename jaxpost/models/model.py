@@ -146,22 +146,16 @@ def _without_adapters(cfg: ModelConfig | CustomConfig) -> Model:
     forward=functools.partial(transformer.forward, cfg=cfg),
     head=None if cfg.num_labels else head,
     init=functools.partial(init, cfg=cfg),
-    prefill=functools.partial(_prefill, cfg=cfg),
-    decode=functools.partial(_decode, cfg=cfg),
+    prefill=functools.partial(_of_sampler, 'prefill', cfg=cfg),
+    decode=functools.partial(_of_sampler, 'decode', cfg=cfg),
     values=values if cfg.num_labels or 'value' in cfg.more_heads else None,
   )
 
 
-def _prefill(*args, **options):
+def _of_sampler(name, *args, **options):
   from jaxpost.models import decoding  # imported here, because runs that only train do not need it
 
-  return decoding.prefill(*args, **options)
-
-
-def _decode(*args, **options):
-  from jaxpost.models import decoding
-
-  return decoding.decode(*args, **options)
+  return getattr(decoding, name)(*args, **options)
 
 
 def init(key: jax.Array, cfg: ModelConfig, dtype: Any = jnp.float32) -> dict:

@@ -10,7 +10,6 @@ E experts, k of them for a token, L layers.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -208,26 +207,12 @@ def _gather_fsdp(w: jax.Array, axis: int, dtype: str, reduce_dtype: str) -> jax.
   return jax.lax.all_gather(w.astype(dtype), 'fsdp', axis=axis, tiled=True).astype(w.dtype)
 
 
-def _gather_backward(axis, dtype, reduce_dtype, residuals, g):
-  del dtype, residuals
+def _gather_backward(axis, _dtype, reduce_dtype, _residuals, g):
   sent = g.astype(reduce_dtype) if g.dtype == jnp.float32 else g
   return (jax.lax.psum_scatter(sent, 'fsdp', scatter_dimension=axis, tiled=True).astype(g.dtype),)
 
 
 _gather_fsdp.defvjp(lambda *args: (_gather_fsdp(*args), None), _gather_backward)
-
-
-def behind(dense: dict[str, Param], table: dict[str, Param], cfg: ModelConfig) -> dict[str, Param]:
-  """Returns `table`, whose layers have experts, with a stack 'dense' of the layers of the table `dense`."""
-  rows = {}
-  for stack, stack_table in ('dense', dense), ('layers', table):
-    numbers = tuple(i for i, name in enumerate(cfg.layer_stacks) if name == stack)
-    for path, spec in stack_table.items():
-      if spec.stacked:
-        shape = (len(numbers), *spec.shape[1:])
-        rows[f'{stack}/{path.partition("/")[2]}'] = dataclasses.replace(spec, shape=shape, numbers=numbers)
-  outside = {path: spec for path, spec in table.items() if not spec.stacked}
-  return {'embed': outside.pop('embed')} | rows | outside
 
 
 def param_rows(cfg: ModelConfig) -> dict[str, Param]:

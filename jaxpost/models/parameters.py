@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -53,6 +53,27 @@ class Param:
   def stack(self) -> int:
     """Number of leading dimensions (layer, expert) whose entries HF stores separately."""
     return self.hf.count('{}')
+
+
+def rows_of_layers(table: dict[str, Param]) -> dict[str, Param]:
+  """Returns {name: row} of the layers of a table with one stack."""
+  return {path.partition('/')[2]: spec for path, spec in table.items() if spec.stacked}
+
+
+def in_stacks(plain: dict[str, Param], stacks: Sequence[str], rows_of: Callable) -> dict[str, Param]:
+  """Returns a table with several stacks of layers, and the rows outside of layers that `plain` has.
+
+  Args:
+    stacks: name of the stack of each layer (`ModelConfig.layer_stacks`).
+    rows_of: name of a stack -> {name: row} of its layers, with any number of layers.
+  """
+  rows = {}
+  for stack in (name for name in STACKS if name in stacks):
+    numbers = tuple(i for i, name in enumerate(stacks) if name == stack)
+    for name, spec in rows_of(stack).items():
+      rows[f'{stack}/{name}'] = dataclasses.replace(spec, shape=(len(numbers), *spec.shape[1:]), numbers=numbers)
+  outside = {path: spec for path, spec in plain.items() if not spec.stacked}
+  return {'embed': outside.pop('embed')} | rows | outside
 
 
 def input_dims(spec: Param) -> int:

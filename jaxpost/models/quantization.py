@@ -90,8 +90,7 @@ def _forward(spec, x, w, dtype, out):
   return _product(spec, x, w, dtype, out), (w, jnp.zeros((0,), x.dtype))
 
 
-def _backward(spec, dtype, result, residuals, g):
-  del result
+def _backward(spec, dtype, _out, residuals, g):
   w, kind = residuals
   x_term, w_term, out = spec.replace('->', ',').split(',')
   g = g.astype(dtype)
@@ -193,7 +192,10 @@ def quantize_model(model: Model, kind: str) -> Model:
       if path in frozen:
         frozen.add(f'{path}/{name}')
   out = dataclasses.replace(model, table=table, base=base, quantized=kind, frozen=frozenset(frozen & set(table)))
-  view = functools.partial(_view, axes)
+
+  def view(params: dict) -> dict:  # with `QuantizedMatrix` leaves, dequantized on use
+    return join(params, nest({path: QuantizedMatrix(axis=axis, **leaf(params, path)) for path, axis in axes.items()}))
+
   return dataclasses.replace(
     out,
     forward=lambda params, *args, **kwargs: model.forward(view(params), *args, **kwargs),
@@ -211,11 +213,6 @@ def check_frozen(model: Model) -> None:
         f'config.model.quantize: {model.quantized!r} is for weights that are not trained, and {path} is trained; set '
         'config.lora.rank, or freeze it with config.train.freeze'
       )
-
-
-def _view(axes, params) -> dict:
-  """Returns the parameters with `QuantizedMatrix` leaves, dequantized on use."""
-  return join(params, nest({path: QuantizedMatrix(axis=axis, **leaf(params, path)) for path, axis in axes.items()}))
 
 
 def convert_params(params: dict, model: Model) -> dict:

@@ -35,11 +35,8 @@ def recording(model: Model) -> Model:
   cfg = model.config
   assert isinstance(cfg, ModelConfig) and cfg.experts, 'only experts are recorded'
   cfg = dataclasses.replace(cfg, experts=dataclasses.replace(cfg.experts, record=True))
-
-  def bind(fn):
-    return functools.partial(fn.func, **fn.keywords | {'cfg': cfg})
-
-  return dataclasses.replace(model, config=cfg, prefill=bind(model.prefill), decode=bind(model.decode))
+  prefill, decode = (functools.partial(fn, cfg=cfg) for fn in (model.prefill, model.decode))
+  return dataclasses.replace(model, config=cfg, prefill=prefill, decode=decode)
 
 
 def no_record(cfg: ModelConfig, rows: int, steps: int) -> tuple[jax.Array, ...]:

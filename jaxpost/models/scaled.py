@@ -164,11 +164,6 @@ def bytes_saved(model: Model, layout: Layout, width: int) -> float:
 # -------------------------------------------------------------------- cache
 
 
-def cached(x: jax.Array, compute: Compute) -> Scaled:
-  """Encodes keys or values [..., h] for the cache, with a scale for each token and head."""
-  return encode(x, compute.cache, (-1,), compute.dtype)
-
-
 def empty_cache(shape: tuple[int, ...], compute: Compute) -> Scaled:
   """Returns the empty keys or values of a layer in a cache."""
   return Scaled(jnp.zeros(shape, compute.cache), jnp.zeros((*shape[:-1], 1), compute.dtype))

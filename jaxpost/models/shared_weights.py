@@ -23,19 +23,16 @@ if TYPE_CHECKING:
 
 def share(model: Model, layout: Layout) -> tuple[SharedWeights, Model]:
   """Returns the `SharedWeights`, used instead of a `reshard.Reshard`, and the model for a sampler that reads them."""
-  passes = dict(prefill=functools.partial(_prefill, model), decode=functools.partial(_decode, model))
-  return SharedWeights(model, layout), dataclasses.replace(model, **passes)
 
+  def prefill(weights, *args, **kwargs):
+    return model.prefill(model.view(weights), *args, **kwargs)
 
-def _prefill(model, weights, *args, **kwargs):
-  return model.prefill(model.view(weights), *args, **kwargs)
+  def decode(weights, *args, **kwargs):
+    weights, stacks = model.view(weights), model.config.layer_stacks
+    layers = [functools.partial(_layer, weights[name], stacks[:i].count(name)) for i, name in enumerate(stacks)]
+    return model.decode(weights | {'layers': layers}, *args, **kwargs)
 
-
-def _decode(model, weights, *args, **kwargs):
-  weights = model.view(weights)
-  stacks = model.config.layer_stacks
-  layers = [functools.partial(_layer, weights[name], stacks[:i].count(name)) for i, name in enumerate(stacks)]
-  return model.decode(weights | {'layers': layers}, *args, **kwargs)
+  return SharedWeights(model, layout), dataclasses.replace(model, prefill=prefill, decode=decode)
 
 
 def _layer(stack: dict, i: int, x: jax.Array) -> dict:

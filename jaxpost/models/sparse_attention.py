@@ -78,17 +78,12 @@ def index(p: dict, y: jax.Array, low_q: jax.Array, table: tuple, cfg: LatentConf
   # `layers.project` would keep these products for the backward pass, which does not need most of them.
   y, low_q = jax.lax.stop_gradient((y, low_q))
   q = einsum('btr,rie->btie', low_q, p['index_q'], compute.dtype, compute.residual)
-  k = einsum('btd,de->bte', y, p['index_k'], compute.dtype, compute.residual)
-  k = _layer_norm(k, p['index_k_norm'], p['index_k_norm_bias'])
+  k = einsum('btd,de->bte', y, p['index_k'], compute.dtype, compute.residual).astype(jnp.float32)
+  k = k - jnp.mean(k, -1, keepdims=True)
+  k = k * jax.lax.rsqrt(jnp.mean(k * k, -1, keepdims=True) + _EPS) * p['index_k_norm'] + p['index_k_norm_bias']
   weights = einsum('btd,di->bti', y, p['index_weights'], 'float32') * (cfg.index_heads * cfg.index_dim) ** -0.5
   q, k = (_rotate(x, table, cfg).astype(compute.residual) for x in (q, k[:, :, None]))
   return jax.lax.stop_gradient((q, weights, k))
-
-
-def _layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
-  x = x.astype(jnp.float32)
-  x = x - jnp.mean(x, -1, keepdims=True)
-  return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + _EPS) * scale + bias
 
 
 def _rotate(x: jax.Array, table: tuple, cfg: LatentConfig) -> jax.Array:

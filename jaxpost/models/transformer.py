@@ -20,7 +20,7 @@ from jaxpost.distributed.mesh import row_shards
 from jaxpost.models import layers, rope
 from jaxpost.models.attention_xla import PackedRows
 from jaxpost.models.config import CustomConfig, ModelConfig
-from jaxpost.models.parameters import Param, is_mtp, unstack_layers
+from jaxpost.models.parameters import Param, in_stacks, is_mtp, rows_of_layers, unstack_layers
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
@@ -76,10 +76,10 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
   if not cfg.num_labels and not cfg.tie_embeddings:
     table['head'] = tokens('lm_head')
   table = _other_layers(table, cfg)
-  if not cfg.state_shapes and (dense := cfg.num_layers - cfg.sparse_layers):
-    from jaxpost.models import moe
-
-    table = moe.behind(param_table(dataclasses.replace(cfg, experts=None, num_layers=dense, more_heads=())), table, cfg)
+  if not cfg.state_shapes and cfg.sparse_layers < cfg.num_layers:
+    dense = param_table(dataclasses.replace(cfg, experts=None, more_heads=()))
+    stacks = {'dense': rows_of_layers(dense), 'layers': rows_of_layers(table)}
+    table = in_stacks(table, cfg.layer_stacks, stacks.__getitem__)
   if 'mtp' in cfg.more_heads:
     from jaxpost.models import multi_token
 

@@ -123,7 +123,12 @@ class Alerts:
     self._failed[stage] += signals.get('failed_groups', 0)
     signals['all_failed'] = self._failed[stage]
     signals['completions'] = signals['completion_tokens'] / (signals['completions/mean_length'] or math.nan)
-    self._add_rewards(stage, signals)
+    rewards, best = self._rewards.setdefault(stage, collections.deque(maxlen=3)), self._best_reward.get(stage, 0.0)
+    if math.isfinite(signals['reward']):
+      rewards.append(signals['reward'])
+    if len(rewards) == 3:
+      signals['recent_reward'], signals['best_reward'] = sum(rewards) / 3, best
+    self._best_reward[stage] = math.nan if signals['reward'] < 0 else max(best, signals['recent_reward'])
     if math.isfinite(signals['kl']):
       signals['first_kl'] = self._first_kl.setdefault(stage, signals['kl'])
     weights = (signals[key] for key in ('importance_weight', 'off_policy_kept', 'vespo/phi'))
@@ -135,16 +140,6 @@ class Alerts:
     watched = () if row.get('overflowed_updates') else ('loss', 'grad_norm')
     signals['nonfinite'] = ' and '.join(key for key in nonfinite(row) if key in watched)
     return signals
-
-  def _add_rewards(self, stage: str, signals: Signals) -> None:
-    """Adds `recent_reward` and `best_reward` from the third reward of a stage on."""
-    rewards = self._rewards.setdefault(stage, collections.deque(maxlen=3))
-    best = self._best_reward.get(stage, 0.0)
-    if math.isfinite(signals['reward']):
-      rewards.append(signals['reward'])
-    if len(rewards) == 3:
-      signals['recent_reward'], signals['best_reward'] = sum(rewards) / 3, best
-    self._best_reward[stage] = math.nan if signals['reward'] < 0 else max(best, signals['recent_reward'])
 
   def _level(self, stage: str, key: str, value: float) -> float:
     """Returns the mean over the first rows of a stage; NaN until there are FIRST of them."""

@@ -75,16 +75,7 @@ class HostHealth:
     self._waited_s += waited
     if pending is None:
       return {}
-    row = self._speed()
-    for name, (digest, params) in pending.items():
-      digest = to_host(digest)
-      row[f'param_hash/{name}'] = replicas.combined(digest)
-      if differing := replicas.differing(digest, params):
-        self._stop(differing)
-    return row
-
-  def _speed(self) -> dict:
-    """Returns metrics of how far the slowest process is behind the median."""
+    # How far the slowest process is behind the median.
     hosts, host_seconds = zip(*coordination.all_gather([socket.gethostname(), self._host_s / self._steps]))
     step = self._step_s / self._steps
     slowest = host_seconds.index(max(host_seconds))
@@ -96,17 +87,18 @@ class HostHealth:
       )
     self._host_s = self._step_s = 0.0
     self._steps = 0
-    return {'time/host_skew': skew, 'time/slowest_process': slowest}
-
-  def _stop(self, differing: list) -> None:
-    hosts = coordination.all_gather(socket.gethostname())
-    path, device = differing[0]
-    place = f'{device} of process {device.process_index}'
-    raise RuntimeError(
-      f'replicas of the parameters differ: {path} on {place} on host '
-      f'{hosts[device.process_index]} (and {len(differing) - 1} more shards); '
-      'memory or a device is faulty, or programs differ: take that host out and start again from the last checkpoint'
-    )
+    row = {'time/host_skew': skew, 'time/slowest_process': slowest}
+    for name, (digest, params) in pending.items():
+      digest = to_host(digest)
+      row[f'param_hash/{name}'] = replicas.combined(digest)
+      if differing := replicas.differing(digest, params):
+        path, device = differing[0]
+        raise RuntimeError(
+          f'replicas of the parameters differ: {path} on {device} of process {device.process_index} on host '
+          f'{hosts[device.process_index]} (and {len(differing) - 1} more shards); memory or a device is faulty, or '
+          'programs differ: take that host out and start again from the last checkpoint'
+        )
+    return row
 
 
 def make_host_health(roles: Roles, every: int, ledger: Ledger, note: Callable) -> HostHealth:

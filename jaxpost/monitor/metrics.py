@@ -173,9 +173,6 @@ class _Board:
   def line(self, text: str, style: str | None = None) -> None:
     self._console.out(text, style=style, highlight=False)
 
-  def warn(self, step: int, text: str) -> None:
-    self.line(f'warning: {self._stage} step {step}: {text}', 'yellow')
-
   def close(self) -> None:
     if self._bar is not None:
       self._bar.stop()
@@ -244,7 +241,11 @@ class MetricsWriter(contextlib.AbstractContextManager):
         self.alerts.check(row['stage'], row['step'], row)
     self._board.start(stage, total_steps, resume_step)
     if resume_step:
-      self._say_resumed(resume_step, dropped=len(rows) - len(kept))
+      dropped = len(rows) - len(kept)
+      later = f', and drops {dropped} later rows' if dropped else ''
+      self._board.line(f'{stage} resumes after step {resume_step}{later}')
+      resumed = {'stage': stage, 'step': resume_step, 'rows_dropped': dropped}
+      object_store.add_line(self.workdir / 'resumes.jsonl', json.dumps(resumed))
     elif lost := max((row['step'] for row in rows if row['stage'] == stage and row['split'] == 'train'), default=0):
       self._board.line(f'{stage}: no checkpoint, so {lost} steps of an earlier start are discarded (config.save.every)')
     if self._tensorboard:
@@ -253,7 +254,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
       self._trackers.start_stage(stage)
 
   def _drop_later(self, rows: list[dict], resume_step: int, evaluated: bool) -> list[dict]:
-    """Deletes rows and samples that will be written again; returns the rows that are kept."""
+    """Deletes rows and samples that will be written again, and opens metrics.jsonl; returns the rows that are kept."""
     names = self._stages or [*dict.fromkeys(row['stage'] for row in rows), self._stage]
     earlier = names[: names.index(self._stage)]
     last = (resume_step, evaluated)  # if the checkpoint lacks the metrics of an evaluation, the run makes it again
@@ -262,29 +263,18 @@ class MetricsWriter(contextlib.AbstractContextManager):
       return stage in earlier or (stage == self._stage and resume_step > 0 and (step, split == 'eval') <= last)
 
     kept = [row for row in rows if is_kept(row['stage'], row['step'], row['split'])]
-    self._begin_file(kept)
-    for folder in self.workdir.glob('samples/*'):
-      for step, file in sample_files(folder).items():
-        if not is_kept(folder.name, step, 'train'):
-          file.unlink()
-    return kept
-
-  def _begin_file(self, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Overwrites metrics.jsonl with these rows and opens it for appending."""
-    text = ''.join(json.dumps(row) + '\n' for row in rows)
+    text = ''.join(json.dumps(row) + '\n' for row in kept)
     object_store.write_text(self.path, text)
     # Object stores cannot append: there flush() writes the whole file.
     self._file = io.StringIO() if self._remote else open(self.path, 'a', 1)
     self._file.write(text if self._remote else '')
     self._size, self._crc = len(text.encode()), zlib.crc32(text.encode())
     seals.add_beginning(self.path, self._size, self._crc)
-
-  def _say_resumed(self, step: int, dropped: int) -> None:
-    """Prints that the stage resumes, and adds it to resumes.jsonl."""
-    later = f', and drops {dropped} later rows' if dropped else ''
-    self._board.line(f'{self._stage} resumes after step {step}{later}')
-    resumed = {'stage': self._stage, 'step': step, 'rows_dropped': dropped}
-    object_store.add_line(self.workdir / 'resumes.jsonl', json.dumps(resumed))
+    for folder in self.workdir.glob('samples/*'):
+      for step, file in sample_files(folder).items():
+        if not is_kept(folder.name, step, 'train'):
+          file.unlink()
+    return kept
 
   def _start_tensorboard(self, resume_step: int) -> None:
     import tensorboardX  # takes half a second, so only if it is used
@@ -322,7 +312,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
     if split != 'train':
       return
     for text in self.alerts.check(self._stage, step, values, error):
-      self._board.warn(step, text)
+      self._board.line(f'warning: {self._stage} step {step}: {text}', 'yellow')
     is_relative = values.get('frac_reward_zero_std', 1) < 1 and 'critic/loss' not in values
     if is_relative and abs(values.get('loss', 1)) < 0.01:
       self.note('a loss near 0 is expected, as advantages of both signs cancel: watch reward and kl')

@@ -314,13 +314,15 @@ def start_of_run(workdir: epath.Path) -> dict[str, Any]:
     return {}
   last = rows[-1]
   words = list(map(str, last.get('command') or ('',)))
+  # A line to paste into a shell: modules of launch/ are named, without the folder of the clone.
+  program = re.sub(r'.*\blaunch[/\\](\w+)\.py', r'python -m launch.\1', words[0])
   devices = f'{last.get("devices")} x {last.get("device_kind")}'
   facts = {
     'started': last.get('time'),
     'machine': f'{devices}, {last.get("processes")} processes, {last.get("host")}',
     'versions': ', '.join(f'{name} {version}' for name, version in (last.get('versions') or {}).items()),
     'commit': last.get('commit'),
-    'command': _command(words),
+    'command': ' '.join([program, *map(shlex.quote, words[1:])]),
     'seed': last.get('seed'),
   }
   for name, stage in (last.get('stages') or {}).items():
@@ -328,12 +330,6 @@ def start_of_run(workdir: epath.Path) -> dict[str, Any]:
   shown = {label: str(value) for label, value in facts.items() if value not in (None, '')}
   recipe, overrides = _recipe(words)
   return dict(facts=shown, changes=last.get('changes') or {}, count=len(rows), recipe=recipe, overrides=overrides)
-
-
-def _command(words: list[str]) -> str:
-  """Returns a line to paste into a shell; modules of launch/ are named, without the folder of the clone."""
-  program = re.sub(r'.*\blaunch[/\\](\w+)\.py', r'python -m launch.\1', words[0])
-  return ' '.join([program, *map(shlex.quote, words[1:])])
 
 
 def config_flags(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:

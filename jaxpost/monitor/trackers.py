@@ -151,7 +151,7 @@ class Trackers:
   def finish(self) -> None:
     """Sends the report in its current state, and ends the trackers."""
     started = dict(self._clients)
-    self._each('the report', self._send_report)
+    self._each('the report', lambda client: client.file(self._report) if os.path.isfile(self._report) else None)
     self._clients = started  # a tracker that failed to take the report still has to be ended
     self._each('the end', lambda client: client.finish())
     self._clients = {}
@@ -162,10 +162,6 @@ class Trackers:
     from jaxpost.monitor import report
 
     return os.fspath(report.write_report(self._folder))
-
-  def _send_report(self, client: Client) -> None:
-    if os.path.isfile(self._report):
-      client.file(self._report)
 
   def _each(self, what: str, call: Callable[[Client], Any]) -> None:
     for name, client in list(self._clients.items()):

@@ -29,16 +29,12 @@ def entries_read(length: int, cache_length: int, page_size: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-  """Sizes of an engine, and the buckets that follow from them.
+  """Sizes of an engine, and the buckets that follow from them; fields not described here are those of `SamplerConfig`.
 
-  slots: sequences decoded at the same time.
   batch_shards: parts that a mesh splits the slots into.
   min_rows: fewest rows that this platform multiplies efficiently.
   max_length: tokens of the longest sequence.
   cache_length: cache entries of a slot.
-  page_size: entries of a page; 0: there are no pages.
-  block: decode steps of a dispatch.
-  max_new_tokens: limit of a completion.
   reads_filled: whether a kernel for decoding reads exactly the filled entries.
   """
 

@@ -68,9 +68,8 @@ def verify_cost(platform: str, rows: int, width: int) -> float:
 class Drafts:
   """Stores the tokens that samples of each prompt have drawn so far, and decides whether drafts from them pay.
 
-  Args:
-    width: limit of the tokens of a draft.
-    platform: platform of the devices that verify them.
+  width: limit of the tokens of a draft.
+  platform: of the devices that verify them.
   """
 
   def __init__(self, width: int, platform: str):

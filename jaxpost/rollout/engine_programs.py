@@ -46,10 +46,8 @@ class EnginePrograms:
     """Creates the programs; nothing is compiled yet.
 
     Args:
-      slots: sequences decoded at the same time.
       cache_shape: (slots, entries of each), or (pages, entries of each).
       paged: whether the cache has pages.
-      block: decode steps of a dispatch.
       report: arguments `top` and `allowed` of `sampling.draw`.
       sampling: settings of an empty slot.
     """

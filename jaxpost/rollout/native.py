@@ -343,8 +343,7 @@ class NativeEngine:
       )
     finished: list[Completion] = []
 
-    def collect(completions: list[Completion], idle: bool) -> Iterable[Request]:
-      del idle
+    def collect(completions: list[Completion], _idle: bool) -> Iterable[Request]:
       finished.extend(completions)
       return ()
 

@@ -74,8 +74,11 @@ def can_extend(cfg: ModelConfig) -> bool:
   return not (isinstance(cfg, CustomConfig) or cfg.state_shapes or (cfg.experts and cfg.experts.record))
 
 
-def _check_lengths(cfg: ModelConfig, config: SamplerConfig):
-  """Raises InputError if cached keys would differ from those of a forward pass over the whole sequence."""
+def check(cfg: ModelConfig, config: SamplerConfig, shards: int = 1) -> None:
+  """Raises InputError if a model cannot be sampled with this config.
+
+  shards: parts that the mesh splits the batch into.
+  """
   limit = rope.by_length(cfg)
   rope_types = {dict(r.scaling).get('rope_type') for r in cfg.ropes} & set(rope.BY_LENGTH)
   refuse(
@@ -84,10 +87,6 @@ def _check_lengths(cfg: ModelConfig, config: SamplerConfig):
     f'of a server), but rope scaling {"".join(rope_types)} rotates keys differently once a sequence is longer than '
     f'{limit}; shorten the longest sequence to that',
   )
-
-
-def _check_pages(config: SamplerConfig, cfg: ModelConfig, shards: int) -> None:
-  """Raises InputError if the cache of this model cannot have the pages of `config`; see `check`."""
   where, size = 'config.rollout.page_size', config.page_size
   refuse(bool(config.cache_tokens and not size), f'{where}: 0 leaves no pages to rollout.cache_tokens; set both')
   refuse(bool(size & (size - 1)), f'{where}: {size} is no power of two')
@@ -100,15 +99,6 @@ def _check_pages(config: SamplerConfig, cfg: ModelConfig, shards: int) -> None:
     size > 0 and shards > 1,
     f'{where}: pages are not split over devices; leave it 0, or give config.mesh.rollout a tensor axis only',
   )
-
-
-def check(cfg: ModelConfig, config: SamplerConfig, shards: int = 1) -> None:
-  """Raises InputError if a model cannot be sampled with this config.
-
-  shards: parts that the mesh splits the batch into.
-  """
-  _check_lengths(cfg, config)
-  _check_pages(config, cfg, shards)
   low, high = config.min_new_tokens, config.max_new_tokens
   refuse(low > high, f'config.rollout.min_new_tokens: {low} is more than max_new_tokens = {high}; lower it')
   count, vocab_size = config.top_logprobs, cfg.vocab_size

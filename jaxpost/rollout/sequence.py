@@ -83,9 +83,6 @@ class DrawnTokens(NamedTuple):
   allowed: tuple  # ([n, k],) or ()
   versions: np.ndarray  # [n], see `Completion`
 
-  def first(self, count: int) -> DrawnTokens:
-    return jax.tree.map(lambda x: x[:count], self)
-
 
 @dataclasses.dataclass(eq=False)
 class ActiveSequence:
@@ -159,7 +156,7 @@ class ActiveSequence:
         # where the two agree. A string counts if it ends after that.
         early_length = len(os.path.commonprefix([early, text]))
         if text.find(string, max(0, early_length - len(string) + 1)) >= 0:
-          self.blocks[-1] = self.blocks[-1].first(end - before)
+          self.blocks[-1] = jax.tree.map(lambda x, kept=end - before: x[:kept], self.blocks[-1])
           return string
     return ''
 

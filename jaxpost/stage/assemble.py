@@ -34,7 +34,6 @@ if TYPE_CHECKING:
   from jaxpost.models.model import Model
   from jaxpost.monitor.host_health import HostHealth
   from jaxpost.monitor.metrics import MetricsWriter
-  from jaxpost.monitor.profile import Trace
   from jaxpost.rl.controller import Controller
   from jaxpost.rollout.native import NativeEngine
   from jaxpost.stage.config import Config
@@ -60,6 +59,12 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
 
     trace = Trace(workdir / 'profile' / placed.name, log.profile_from, log.profile_steps, config.train.steps)
 
+  def begin_step(step: int) -> None:
+    placed.timer.flush()
+    watchdog.start_operation(f'step {step} of {placed.name}', log.watchdog_s)
+    if trace:
+      trace.at(step)
+
   def check_first_step(metrics: dict):
     # Dropout and rollouts of another run change metrics that are known at step 1, such as importance ratios of 1.
     if not model.dropout and not config.train_on_rollouts:
@@ -80,7 +85,7 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
     writer=writer,
     timer=placed.timer,
     meta=load_weights.make_meta(inputs, workdir) | {'rows': placed.data.checksum},
-    on_step_begin=functools.partial(begin_step, placed, trace),
+    on_step_begin=begin_step,
     forbid_compiles=placed.ledger.seal,
     check_first_step=check_first_step,
     first_policy_step=1 + (config.critic.warmup_steps if 'critic' in roles.trainable else 0),
@@ -117,14 +122,6 @@ def flops_of_updates(placed: PlacedStage, roles: Roles, updates: Sequence[Update
   """Returns the FLOPs of a step's updates per token, if a token attends to `context` tokens on average."""
   minibatches = placed.config.rl.minibatches if placed.algorithm.on_policy else 1  # each has its part of the tokens
   return sum(roles.trainable[update.role].model.flops_of_update(context) for update in updates) / minibatches
-
-
-def begin_step(placed: PlacedStage, trace: Trace | None, step: int) -> None:
-  """Resets the watchdog, and starts or stops the profiler, at the beginning of a step."""
-  placed.timer.flush()
-  watchdog.start_operation(f'step {step} of {placed.name}', placed.config.log.watchdog_s)
-  if trace:
-    trace.at(step)
 
 
 def host_health_of(placed: PlacedStage, roles: Roles, writer: MetricsWriter) -> HostHealth | None:
@@ -190,7 +187,6 @@ def make_roles(placed: PlacedStage, params: dict, workdir: epath.PathLike | None
   """Makes the policy and the other models that a stage reads.
 
   Args:
-    params: initial parameters of the policy.
     precomputed: names of roles whose outputs the documents carry, so that their weights are not loaded.
   """
   role_sources = placed.inputs.sources

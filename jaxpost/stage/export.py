@@ -123,7 +123,10 @@ def write_card(folder: epath.PathLike, run: epath.PathLike, stage: str, step: in
   config = config_lib.parse_saved(epath.Path(run).expanduser() / 'config.json')[stage]
   header, end, title = card.read_text().partition('\n---\n')
   facts = ''.join(f'\n{name}: {value}' for name, value in _header(config.model.path).items())
-  about = describe(run, stage, step, _name(folder))
+  # The card's commands name the folder by a relative path as it is, and by the last part of others.
+  name = str(folder).rstrip('/')
+  name = name.rpartition('/')[2] if name.startswith(('/', '~')) or '://' in name else name
+  about = describe(run, stage, step, name)
   object_store.write_text(card, header + facts + end + title.rstrip('\n') + '\n\n' + about)
 
 
@@ -138,12 +141,6 @@ def _header(base: str) -> dict[str, str]:
   header = text.partition('\n---\n')[0] if text.startswith('---\n') else ''
   license_line = re.search(r'^license: *([\w.+-]+) *$', header, re.MULTILINE)
   return {'license': license_line[1]} if license_line else {}
-
-
-def _name(folder: epath.PathLike) -> str:
-  """Returns how the card's commands refer to the folder: a relative path as it is, of others only the last part."""
-  text = str(folder).rstrip('/')
-  return text.rpartition('/')[2] if text.startswith(('/', '~')) or '://' in text else text
 
 
 def describe(run: epath.PathLike, stage: str, step: int, folder: str = 'FOLDER') -> str:

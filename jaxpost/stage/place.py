@@ -13,7 +13,7 @@ from jaxpost.monitor.timeline import Timeline
 from jaxpost.programs.compile import Ledger
 from jaxpost.stage import batch_shape, checks
 from jaxpost.stage.batch_shape import BatchShape
-from jaxpost.stage.records import Inputs, PreparedStage
+from jaxpost.stage.records import PreparedStage
 
 if TYPE_CHECKING:
   import jax
@@ -142,26 +142,20 @@ def place_stage(
     from jaxpost.stage import kernel_uses
 
     compute = kernel_uses.verified(compute, prepared, layouts, platform, ledger.dry)
-  return PlacedStage(
-    **{field.name: getattr(prepared, field.name) for field in dataclasses.fields(PreparedStage)},
-    **layouts,
-    compute=compute,
-    objectives=_objectives(inputs),
-    ledger=ledger,
-    timer=Timeline(phases.lanes(layouts)),
-    shape=batch_shape.batch_shape(config, on_policy, train.batch_shards, tokens=compute.micro_tokens),
-  )
-
-
-def _objectives(inputs: Inputs) -> dict[str, Objective]:
-  """Returns {role: Objective} of the policy and of the critic, if there is one."""
-  config, algorithm = inputs.config, inputs.algorithm
   teachers = [source for name, source in inputs.sources.items() if name.startswith('teacher_')]
   policy = dataclasses.replace(
-    algorithm.objective(config),
+    inputs.algorithm.objective(config),
     teacher_forms=tuple(source.config.logit_form for source in teachers),
     router=(config.router.balance_coef, config.router.z_coef),  # of the losses in `routing.balance_loss`
     seed=config.seed,
   )
-  critic = algorithm.critic(config)
-  return {'policy': policy, 'critic': critic} if critic else {'policy': policy}
+  critic = inputs.algorithm.critic(config)
+  return PlacedStage(
+    **{field.name: getattr(prepared, field.name) for field in dataclasses.fields(PreparedStage)},
+    **layouts,
+    compute=compute,
+    objectives={'policy': policy, 'critic': critic} if critic else {'policy': policy},
+    ledger=ledger,
+    timer=Timeline(phases.lanes(layouts)),
+    shape=batch_shape.batch_shape(config, on_policy, train.batch_shards, tokens=compute.micro_tokens),
+  )

@@ -122,22 +122,20 @@ def _read_window(
     {name: np.zeros((len(example.tokens), *shape), dtype) for name, (shape, dtype) in fields.items()}
     for example in examples
   ]
-  cut_examples = {}  # index of an example -> the example cut to a row, with the positions that its tokens had before
-  for index, example in enumerate(examples):
+  cut_examples = []  # (arrays of an example, the example cut to a row, with the positions that its tokens had before)
+  for example, arrays in zip(examples, results):
     marked = dataclasses.replace(example, loss_mask=example.read, arrays={'place': np.arange(len(example.tokens))})
     if (cut := marked.cut(row_length)) is not None:
-      cut_examples[index] = cut
-  indices = list(cut_examples)
-  packed = packing.pack_examples(list(cut_examples.values()), row_length)  # rows of positions in `indices`
+      cut_examples.append((arrays, cut))
+  packed = packing.pack_examples([cut for _, cut in cut_examples], row_length)
   for start in range(0, len(packed), rows):
-    batch_rows = [[indices[i] for i in row] for row in packed[start : start + rows]]
-    documents = [[cut_examples[index] for index in row] for row in batch_rows]
-    outputs = run(packing.to_batch(documents, row_length, rows, totals=()))
+    batch_rows = [[cut_examples[i] for i in row] for row in packed[start : start + rows]]
+    outputs = run(packing.to_batch([[cut for _, cut in row] for row in batch_rows], row_length, rows, totals=()))
     for r, row in enumerate(batch_rows):
       column = 0  # where the next document begins in the row
-      for index in row:
-        places = cut_examples[index].arrays['place']
+      for arrays, cut in row:
+        places = cut.arrays['place']
         for name in fields:
-          results[index][name][places] = outputs[name][r, column : column + len(places)]
+          arrays[name][places] = outputs[name][r, column : column + len(places)]
         column += len(places)
   return results

@@ -132,14 +132,11 @@ def check_models(prepared: Sequence[PreparedStage], workdir: epath.Path, console
           f'checkpoint was saved; bring them back, or choose another --workdir, where init_from={workdir} starts from '
           'its weights'
         )
-    if saved.get('rows', p.data.checksum) != p.data.checksum and not _differ_when_read_again(p):
+    if saved.get('rows', p.data.checksum) != p.data.checksum:
+      if p.config.data.map and sources.digest(prepare.read_rows(p.config)) != p.data.checksum:
+        continue  # rows of a map that draws random numbers differ each time that they are read
       text = f'{p.config.data.path} has other rows than when the checkpoint was saved, whose steps used the old ones'
       console.out(f'warning: config.data.path of {p.name}: {text}', highlight=False)
-
-
-def _differ_when_read_again(p: PreparedStage) -> bool:
-  """Returns whether the rows differ each time that they are read, as those of a map that draws random numbers."""
-  return bool(p.config.data.map) and sources.digest(prepare.read_rows(p.config)) != p.data.checksum
 
 
 def changed_code(workdir: epath.Path, files: Mapping[str, str]) -> list[str]:

@@ -22,11 +22,8 @@ def option(
   """Returns a dataclass field with a help text and the values it may take.
 
   Args:
-    default: the value of a config that does not set the field.
     help_: one phrase or sentence for docs/config.md.
-    lo: smallest value.
-    hi: largest value.
-    choices: all values that are allowed.
+    lo, hi: smallest and largest value.
     each: type of the members of a tuple.
     auto: not None for a field whose default stands for the algorithm's value
       (`Algorithm.defaults`); `auto` is used where the algorithm has none.

@@ -249,17 +249,16 @@ def identity(source: Source, workdir: epath.PathLike | None, seed: int, here: bo
 
 def file_samples(source: Source) -> list[list]:
   """Returns [name, bytes, crc32 of about 64 blocks] of each safetensors file of a folder; [] if there is no folder."""
-  return sorted(_sampled(f) for f in _files(source))
+  samples = []
+  for file in _files(source):
+    stat, crc = file.stat(), 0
+    with file.open('rb') as f:
+      for at in range(0, stat.length, max(stat.length // 64, _BLOCK)):  # all blocks of a small file
+        f.seek(at)
+        crc = zlib.crc32(f.read(_BLOCK), crc)
+    samples.append([file.name, stat.length, crc])
+  return sorted(samples)
 
 
 def _files(source: Source) -> list:
   return list(source.folder.glob('*.safetensors')) if source.folder else []
-
-
-def _sampled(file: epath.Path) -> list:
-  stat, crc = file.stat(), 0
-  with file.open('rb') as f:
-    for at in range(0, stat.length, max(stat.length // 64, _BLOCK)):  # all blocks of a small file
-      f.seek(at)
-      crc = zlib.crc32(f.read(_BLOCK), crc)
-  return [file.name, stat.length, crc]
