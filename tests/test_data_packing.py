@@ -167,6 +167,13 @@ def test_weights_and_sequence_ids_of_random_batches(kind, seed):
     )
 
 
+@pytest.mark.parametrize('per', ['token', 'sequence', 'pair', 'label'])
+def test_a_process_may_have_no_documents_of_a_batch(per):
+  """The last rows of the last batch may be empty, and they may be all rows of one of several processes."""
+  batch = packing.to_batch([[], []], 8, 2, per=per, totals=[(3.0, 1.0, 2.0)])
+  assert not batch.loss_weights.any() and not any(x.any() for x in batch.arrays.values())
+
+
 def test_weights_of_messages_scale_their_loss_weights():
   batch = packing.to_batch([[plain(4, 2, 0.5), plain(3, 1, 2.0)]], 8, 1, per='token')
   np.testing.assert_allclose(batch.loss_weights[0], np.array([0, 0, 0.5, 0.5, 0, 0, 2, 0]) / 3, rtol=1e-6)

@@ -104,7 +104,8 @@ def to_batch(
   if per == 'pair':
     arrays['nll_weights'] = _divided(chosen, of_first)
   if per == 'label':
-    good, bad = (np.where(sign * arrays['label'] > 0, mask, 0) for sign in (1, -1))
+    label = arrays.get('label', mask)  # without documents there is none
+    good, bad = (np.where(sign * label > 0, mask, 0) for sign in (1, -1))
     arrays['label_weights'] = _divided(good, of_first) + _divided(bad, of_second)
   return types.Batch(**fields, loss_weights=_divided(mask, of_loss), arrays=arrays)
 

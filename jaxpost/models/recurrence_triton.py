@@ -52,11 +52,9 @@ def over_mesh(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes rows, or one more token of sequences with a state, on each device's rows and value heads."""
   q, k, v, *others = terms
-  run: Callable
+  run: Callable = functools.partial(over_rows, dtype=dtype, corrected=corrected)
   if state is not None and k.shape[1] == 1:
     run = functools.partial(one_token, corrected=corrected)
-  else:
-    run = functools.partial(over_rows, dtype=dtype, corrected=corrected)
   if state is None:
     state = jnp.zeros((len(q), v.shape[2], q.shape[3], v.shape[3]))
   if isinstance(layout, Layout) and layout.mesh.size > 1:
