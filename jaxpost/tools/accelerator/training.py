@@ -30,6 +30,7 @@ def sft(
   remat: str = 'auto',
   attention: str = 'auto',
   head_elements: int = 0,
+  recurrence_kernel: bool = True,
 ) -> dict[str, Any]:
   """Times updates of a method that learns from data.
 
@@ -38,6 +39,7 @@ def sft(
     documents: mean tokens of a document; 0: lengths as in an instruction data set.
     rank: of adapters on bfloat16 weights; 0: all weights are trained, in float32.
     head_elements: largest number of logits in memory; 0: the default.
+    recurrence_kernel: whether a kernel may compute recurrences, as it does by default.
   """
   cfg = workload.shape_of(preset, layers)
   config = dict(
@@ -49,7 +51,9 @@ def sft(
   )
   lengths = workload.lengths_of(documents, row_length)
   watch = workload.Watch()
-  with workload.stage(cfg, config, ('dpo' if algorithm == 'dpo' else 'sft', lengths), head_elements) as running:
+  compute = {'head_elements': head_elements} if head_elements else {}
+  compute |= {} if recurrence_kernel else {'recurrence_kernel': False}
+  with workload.stage(cfg, config, ('dpo' if algorithm == 'dpo' else 'sft', lengths), **compute) as running:
     stage = running.assembled()
     compiled_s = watch.lap()
     items, metrics, seconds = _updates(stage, watch, steps)

@@ -42,9 +42,9 @@ _traces = ''  # folder that keeps the profile of the current row
 
 
 def shape_of(preset: str, layers: int) -> ModelConfig:
-  """Returns the shape of a preset with its first `layers` layers; 0: all of them."""
+  """Returns the shape of a preset with its first `layers` layers; 0, or layers of several kinds: all of them."""
   cfg = presets.every()[preset]
-  if not layers:
+  if not layers or cfg.state_shapes:
     return cfg
   per_layer = {k: vars(cfg)[k][:layers] for k in ('layer_windows', 'layer_ropes') if vars(cfg)[k]}
   return dataclasses.replace(cfg, num_layers=layers, **per_layer)
@@ -112,14 +112,14 @@ class Running:
 
 @contextlib.contextmanager
 def stage(
-  cfg: ModelConfig, config: Mapping[str, Any], rows: tuple[str, np.ndarray], head_elements: int = 0
+  cfg: ModelConfig, config: Mapping[str, Any], rows: tuple[str, np.ndarray], **compute: Any
 ) -> Iterator[Running]:
   """Places a stage with random weights and, as a run does, with defaults that fit the memory of the device.
 
   Args:
     config: sections as in a config file.
     rows: kind and lengths of its documents or prompts; see `write_rows`.
-    head_elements: largest number of logits in memory; 0: the default.
+    compute: fields of `Compute` to replace.
   """
   with tempfile.TemporaryDirectory() as workdir, contextlib.ExitStack() as cleanup:
     path = os.path.join(workdir, 'rows.jsonl')
@@ -142,8 +142,7 @@ def stage(
     if close := getattr(data.stream, 'close', None):  # ends the prefetching thread
       cleanup.callback(close)
     placed = place.place_stage(defaults.fitted(prepared, machines.here(jax.devices()), print))
-    if head_elements:
-      placed = dataclasses.replace(placed, compute=dataclasses.replace(placed.compute, head_elements=head_elements))
+    placed = dataclasses.replace(placed, compute=dataclasses.replace(placed.compute, **compute))
     placed.ledger.look = functools.partial(aot.look, placed)
     params = load_weights.load(source, placed.model, placed.train, parsed.model.param_dtype, ledger=placed.ledger)
     yield Running(placed, params, workdir)
