@@ -21,7 +21,7 @@ class TooLargeError(InputError):
 
   def __init__(self, program: str, needed: int, ending: str):
     super().__init__(f'{program} needs {needed / 2**30:.1f} GiB of memory{ending}')
-    self.program, self.needed = program, needed
+    self.program, self.needed, self.ending = program, needed, ending
 
 
 @dataclasses.dataclass
