@@ -163,7 +163,7 @@ def test_run_without_rewards_warns_that_updates_are_empty(model, tmp_path):
   """The reward is always None: each row of metrics counts the empty update, and warnings explain it from step 1 on."""
   config = tiny.grpo_config(model, reward=no_reward, train=dict(steps=11))
   summary = jaxpost.run(config, tmp_path, QUIET)
-  assert {w['kind'] for w in summary['warnings']} <= {'ungraded', 'empty', 'clipped'}
+  assert {w['kind'] for w in summary['warnings']} <= {'start', 'ungraded', 'empty', 'clipped'}
   (warning,) = (w for w in summary['warnings'] if w['kind'] == 'empty')
   assert 'does the reward return None' in warning['text']
   (first,) = (w for w in summary['warnings'] if w['kind'] == 'ungraded')
