@@ -103,9 +103,8 @@ def to_batch(
   of_loss, of_first, of_second = np.sum([(0.0, 0.0, 0.0), *totals], axis=0)
   if per == 'pair':
     arrays['nll_weights'] = _divided(chosen, of_first)
-  if per == 'label':
-    label = arrays.get('label', mask)  # without documents there is none
-    good, bad = (np.where(sign * label > 0, mask, 0) for sign in (1, -1))
+  if per == 'label':  # an array of the documents, if there are any
+    good, bad = (np.where(sign * arrays.get('label', mask) > 0, mask, 0) for sign in (1, -1))
     arrays['label_weights'] = _divided(good, of_first) + _divided(bad, of_second)
   return types.Batch(**fields, loss_weights=_divided(mask, of_loss), arrays=arrays)
 

@@ -53,7 +53,7 @@ def sft(
   watch = workload.Watch()
   compute = {'head_elements': head_elements} if head_elements else {}
   compute |= {} if recurrence_kernel else {'recurrence_kernel': False}
-  with workload.stage(cfg, config, ('dpo' if algorithm == 'dpo' else 'sft', lengths), **compute) as running:
+  with workload.stage(cfg, config, ('dpo' if algorithm == 'dpo' else 'sft', lengths), compute) as running:
     stage = running.assembled()
     compiled_s = watch.lap()
     items, metrics, seconds = _updates(stage, watch, steps)

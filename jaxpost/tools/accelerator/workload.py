@@ -112,7 +112,7 @@ class Running:
 
 @contextlib.contextmanager
 def stage(
-  cfg: ModelConfig, config: Mapping[str, Any], rows: tuple[str, np.ndarray], **compute: Any
+  cfg: ModelConfig, config: Mapping[str, Any], rows: tuple[str, np.ndarray], compute: Mapping[str, Any] | None = None
 ) -> Iterator[Running]:
   """Places a stage with random weights and, as a run does, with defaults that fit the memory of the device.
 
@@ -142,7 +142,7 @@ def stage(
     if close := getattr(data.stream, 'close', None):  # ends the prefetching thread
       cleanup.callback(close)
     placed = place.place_stage(defaults.fitted(prepared, machines.here(jax.devices()), print))
-    placed = dataclasses.replace(placed, compute=dataclasses.replace(placed.compute, **compute))
+    placed = dataclasses.replace(placed, compute=dataclasses.replace(placed.compute, **compute or {}))
     placed.ledger.look = functools.partial(aot.look, placed)
     params = load_weights.load(source, placed.model, placed.train, parsed.model.param_dtype, ledger=placed.ledger)
     yield Running(placed, params, workdir)
