@@ -190,11 +190,16 @@ def run_config(run: epath.Path) -> dict[str, config_lib.Config]:
   return config_lib.parse_saved(path)
 
 
-def where_started(run: epath.Path) -> contextlib.AbstractContextManager:
-  """Changes to the folder in which the run was last started, if this machine has it."""
+def folder_of_start(run: epath.Path) -> str:
+  """Returns the folder in which the run was last started, if this machine has it, otherwise '.'."""
   starts = read_growing(run / start.FILE)
   folder = starts[-1].get('folder', '') if starts else ''
-  return contextlib.chdir(folder if os.path.isdir(folder) else '.')
+  return folder if os.path.isdir(folder) else '.'
+
+
+def where_started(run: epath.Path) -> contextlib.AbstractContextManager:
+  """Changes the folder of this process to `folder_of_start`; not for processes whose other threads read files."""
+  return contextlib.chdir(folder_of_start(run))
 
 
 def pick(stages: Mapping[str, Any], stage: str, where: epath.PathLike) -> tuple[str, Any]:

@@ -14,6 +14,7 @@ import functools
 import http.server
 import json
 import math
+import os
 import pathlib
 import urllib.parse
 from typing import TYPE_CHECKING, Any
@@ -137,8 +138,11 @@ class Viewer:
     from jaxpost.tools import inference
 
     section = config_lib.parse_saved(self.index.run / 'config.json')[stage].model
-    with inference.where_started(self.index.run):
-      return tokenizer_lib.load(weight_sources.saved_tokenizer_path(section))
+    # Other threads read files, so this process has to stay in its folder.
+    folder, given = inference.folder_of_start(self.index.run), {k: vars(section)[k] for k in ('path', 'tokenizer')}
+    places = {k: os.path.join(folder, text) for k, text in given.items() if text}
+    section = dataclasses.replace(section, **{k: place for k, place in places.items() if os.path.exists(place)})
+    return tokenizer_lib.load(weight_sources.saved_tokenizer_path(section))
 
 
 def _query(asked: dict[str, str]) -> Query:
