@@ -5,7 +5,6 @@ report.html.jinja; this module prepares its values. Imports no JAX.
 """
 
 import json
-import math
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -114,9 +113,7 @@ def summary(
   best: dict[str, float] = {}
   for stage, save in (saves or {}).items():
     folder = workdir / 'checkpoints' / stage
-    scores = manifest.scores(folder, manifest.finished_steps(folder), save.keep_best, save.best_mode)
-    step = max(scores, key=lambda step: (scores[step], step), default=0)
-    if scores.get(step, -math.inf) > -math.inf:  # some step has the metric
+    if (step := manifest.best(folder, save.keep_best, save.best_mode)) is not None:
       metric = manifest.read(folder, step).metrics[save.keep_best]
       best |= {f'best_step/{stage}': step, f'best_{save.keep_best}/{stage}': metric}
   starts = read_growing(workdir / 'starts.jsonl')[-1:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from jaxpost.errors import InputError
@@ -22,10 +21,10 @@ def find(folder: epath.Path, save: SaveSection) -> int:
   """
   if not save.keep_best:
     raise InputError(f'--step=best: {folder}: the run has no config.save.keep_best to decide it; name a step')
-  scores = manifest.scores(folder, manifest.finished_steps(folder), save.keep_best, save.best_mode)
-  if max(scores.values(), default=-math.inf) == -math.inf:
+  step = manifest.best(folder, save.keep_best, save.best_mode)
+  if step is None:
     raise InputError(f'--step=best: {folder}: no checkpoint was evaluated by {save.keep_best}; name a step')
-  return max(scores, key=lambda step: (scores[step], step))
+  return step
 
 
 def line(folder: epath.Path, save: SaveSection, step: int) -> str:
