@@ -7,7 +7,6 @@ one or more tokens of either tokenizer.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,14 +75,8 @@ class Bytes:
     return ids[:read], stops and read == len(pieces)
 
 
-@functools.cache
-def _letters() -> dict[str, int]:
-  """Returns {printable character: byte that it stands for} of byte-level tokenizers (GPT-2)."""
-  return tokenizer_lib.load('bytes').hf.get_vocab()
-
-
 def _from_letters(token: str) -> bytes:
-  letters = _letters()
+  letters = tokenizer_lib.byte_of_letter()
   if all(letter in letters for letter in token):
     return bytes(letters[letter] for letter in token)
   return token.encode()  # a token that was added to the vocabulary as text

@@ -353,16 +353,21 @@ def _read_config(folder: pathlib.Path) -> dict:
   return {}
 
 
+@functools.cache
+def byte_of_letter() -> dict[str, int]:
+  """Returns {printable character: byte that it stands for} of byte-level tokenizers (GPT-2)."""
+  from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+  return {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+
 def _bytes() -> PreTrainedTokenizerFast:
   """Returns a tokenizer in which id i < 256 is byte i, with a ChatML template."""
   import tokenizers
   import transformers
   from tokenizers import decoders, models, pre_tokenizers
-  from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-  letters = bytes_to_unicode()  # {byte: printable character that stands for it}
-  model = models.BPE(vocab={letters[b]: b for b in range(256)}, merges=[])
-  tokenizer = tokenizers.Tokenizer(model)
+  tokenizer = tokenizers.Tokenizer(models.BPE(vocab=byte_of_letter(), merges=[]))
   tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   tokenizer.decoder = decoders.ByteLevel()
   tokenizer.add_special_tokens(['<|endoftext|>', '<|im_start|>', '<|im_end|>'])

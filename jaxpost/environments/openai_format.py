@@ -64,7 +64,6 @@ class Translator:
 
   def __init__(self, tokenizer: Tokenizer, room: int) -> None:
     self._tokenizer = tokenizer
-    self._letters = tokenizer_lib.load('bytes').hf.get_vocab()  # {letter: byte} of byte-level tokenizers
     self._room = room
     self._max_characters = room * tokenizer.longest_token  # of a prompt; 16 MB take a minute to tokenize
 
@@ -163,8 +162,9 @@ class Translator:
     name = self._tokenizer.hf.convert_ids_to_tokens(int(token)) if '\ufffd' in text else ''
     if byte := re.fullmatch('<0x(..)>', name):  # of SentencePiece
       return [int(byte[1], 16)]
-    is_byte_level = name and self._letters.keys() >= {*name}
-    return [self._letters[x] for x in name] if is_byte_level else [*text.encode()]
+    letters = tokenizer_lib.byte_of_letter()
+    is_byte_level = name and letters.keys() >= {*name}
+    return [letters[x] for x in name] if is_byte_level else [*text.encode()]
 
   def text_choice(self, index: int, completion: Completion, body: dict) -> dict:
     """Returns an entry of `choices` of a completion."""
