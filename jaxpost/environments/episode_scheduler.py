@@ -33,7 +33,7 @@ class PendingAnswers:
 
   episode: Episode
   verb: str  # 'reset', 'call' or 'reward'
-  # Of `Answer`, one for each request; empty if the environment belongs to another process.
+  # They give an `Answer` to each request; there are none if the environment belongs to another process.
   futures: list[concurrent.futures.Future]
   block: int  # number of the block after which they were sent
 

@@ -103,10 +103,10 @@ def decode(
   for i, (p, kind) in enumerate(zip(weights['layers'], cfg.layer_kinds)):
     p = p(x) if callable(p) else p
     place = cfg.place_in_cache(i)
-    layer_cfg, table, in_kernel, recur = cfg, rope.pick(tables, kind.rope), None, None
+    layer_cfg, table, kernel_table, recur = cfg, rope.pick(tables, kind.rope), None, None
     if kernel and decode_triton.rotates(cfg, table, constrain):  # then the layer leaves its projections as they are
-      layer_cfg, table, in_kernel = dataclasses.replace(cfg, qk_norm=''), None, table
-    attend_layer = functools.partial(attend, layer=place, window=kind.window, p=p, table=in_kernel)
+      layer_cfg, table, kernel_table = dataclasses.replace(cfg, qk_norm=''), None, table
+    attend_layer = functools.partial(attend, layer=place, window=kind.window, p=p, table=kernel_table)
     if cfg.layer_stacks[i] in STATEFUL:
       from jaxpost.models import hybrid
 

@@ -31,15 +31,15 @@ def verified(
   inputs = prepared.inputs
   if compute.uses_kernel:
     attention_kernels.check_platform(compute, platform)
-    if not dry:
-      length = row_length(inputs.config, inputs.algorithm.on_policy)
-      cfg, rollout, decoding = inputs.model.config, inputs.config.rollout, []
-      if checks.samples(inputs.config, inputs.algorithm) and not rollout.cache:  # a cache of 8 bits is read by XLA
-        if attention_kernels.compute_of_decoding(compute, cfg, rollout).decode_kernel:
-          decoding = [cfg]
-      compute = kernel_check.verify(compute, attention_uses(prepared, layouts, length), decoding)
   if dry:
     return compute
+  if compute.uses_kernel:
+    length = row_length(inputs.config, inputs.algorithm.on_policy)
+    cfg, rollout, decoding = inputs.model.config, inputs.config.rollout, []
+    if checks.samples(inputs.config, inputs.algorithm) and not rollout.cache:  # a cache of 8 bits is read by XLA
+      if attention_kernels.compute_of_decoding(compute, cfg, rollout).decode_kernel:
+        decoding = [cfg]
+    compute = kernel_check.verify(compute, attention_uses(prepared, layouts, length), decoding)
   configs = [x.config for x in (inputs.model, *inputs.sources.values())]
   return verify_layers(compute, configs, {layout.mesh.shape['tensor'] for layout in layouts.values()})
 

@@ -88,10 +88,8 @@ def scores(folder: epath.PathLike, steps: Iterable[int], metric: str, mode: str)
 
 def best(folder: epath.PathLike, metric: str, mode: str) -> int | None:
   """Returns the finished step with the best metric, the later one of equals; None if no step has it."""
-  found = {
-    step: score for step, score in scores(folder, finished_steps(folder), metric, mode).items() if score > -math.inf
-  }
-  return max(found, key=lambda step: (found[step], step), default=None)
+  found = scores(folder, finished_steps(folder), metric, mode)
+  return max((step for step in found if found[step] > -math.inf), key=lambda step: (found[step], step), default=None)
 
 
 def is_finished(workdir: epath.Path, configs: dict) -> bool:

@@ -86,9 +86,8 @@ def kernels(kernel_length: int) -> dict[str, Any]:
 
   An error is the largest difference from XLA in float32 over the largest value. Attention in training, experts
   ('PRESET experts D x F') and recurrences ('PRESET recurrence') are checked forward and backward, decoding of single
-  tokens ('PRESET decode') forward.
-  Attention is checked for each size of heads of a model, in rows without and with branches of a shared prompt. Shapes
-  that are left when the time is up are in 'not_checked'.
+  tokens ('PRESET decode') forward. Attention is checked for each size of heads of a model, in rows without and with
+  branches of a shared prompt. Shapes that are left when the time is up are in 'not_checked'.
 
   Args:
     kernel_length: tokens of a row.
