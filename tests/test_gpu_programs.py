@@ -377,20 +377,20 @@ for size, width, corrected, dtype in (
   shapes = [(rows, length, 2, size)] * 2 + [(rows, length, heads, n) for n in (width, 1)] + [(rows, length, heads)]
   dtypes = [dtype] * 3 + ['float32'] * 2
   array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-  terms = [array(*x) for x in zip(shapes, dtypes)]
+  terms = tuple(array(*x) for x in zip(shapes, dtypes))
 
   def loss(terms, runs, state):
-    out, _ = recurrence_triton.over_rows(*terms, runs, state, dtype=dtype, corrected=corrected)
+    out, _ = recurrence_triton.over_rows(terms, runs, state, dtype=dtype, corrected=corrected)
     return jnp.sum(out**2)
 
   args = terms, array((rows, length), 'int32'), array((rows, heads, size, width), 'float32')
   text = jax.jit(jax.grad(loss)).lower(*args).compile().as_text()
   text += jax.jit(loss).lower(*args).compile().as_text()
   token = [array((rows, 1, *x.shape[2:]), x.dtype) for x in terms]
-  step = jax.jit(lambda terms, runs, state: recurrence_triton.one_token(*terms, runs, state, corrected=corrected))
+  step = jax.jit(lambda terms, runs, state: recurrence_triton.one_token(terms, runs, state, corrected=corrected))
   for channels in 1, size:
     token[3] = array((rows, 1, heads, channels), 'float32')
-    text += step.lower(token, *args[1:]).compile().as_text()
+    text += step.lower(tuple(token), *args[1:]).compile().as_text()
   print(*(text.count(f'/recurrence_{name}/pallas_call"') for name in ('forward', 'backward', 'token')))
 """
 

@@ -46,6 +46,10 @@ def draw(length, heads, groups, size, width):
   return (q, k, v, -decay.astype('f'), beta), jnp.cumsum(jnp.asarray(starts, jnp.int32), axis=1), state, g
 
 
+def by_xla(terms, runs, state, **options):
+  return recurrence.chunked(*terms, runs=runs, state=state, **options)
+
+
 def with_gradients(fn, case, dtype, **options):
   """Returns the result and the gradients of the terms and of the state, as one list."""
   (*qkv, log_decay, beta), runs, state, g = case
@@ -53,7 +57,7 @@ def with_gradients(fn, case, dtype, **options):
 
   def run(*args):
     *terms, state = args
-    return fn(*terms, runs=runs, state=state, dtype=dtype, **options)
+    return fn(tuple(terms), runs, state, dtype=dtype, **options)
 
   @jax.jit
   def measured(args, g):
@@ -70,12 +74,12 @@ def with_gradients(fn, case, dtype, **options):
 def test_kernel_computes_the_same_as_xla(sizes, corrected, dtype, tolerance):
   """Rows may end inside of a chunk. The values of large heads are computed in parts, each of which has gradients."""
   case = draw(*sizes)
-  expected = with_gradients(recurrence.chunked, case, 'float32', corrected=corrected)
+  expected = with_gradients(by_xla, case, 'float32', corrected=corrected)
   ours = with_gradients(KERNEL, case, dtype, corrected=corrected, interpret=True)
   errors = [float(tiny.largest(a.astype('f') - b) / tiny.largest(b)) for a, b in zip(ours, expected, strict=True)]
   assert max(errors) < tolerance, errors
   if dtype != 'float32':  # the tolerance is that of rounding, which XLA's result has, too
-    rounded = with_gradients(recurrence.chunked, case, dtype, corrected=corrected)
+    rounded = with_gradients(by_xla, case, dtype, corrected=corrected)
     theirs = [float(tiny.largest(a.astype('f') - b) / tiny.largest(b)) for a, b in zip(rounded, expected, strict=True)]
     assert max(errors) < 2 * max(theirs)
 
@@ -91,7 +95,7 @@ def test_a_token_computes_the_same_as_xla(corrected, channels):
   log_decay = jnp.broadcast_to(log_decay, (*log_decay.shape[:3], channels)) * jnp.arange(1, channels + 1)
   terms = q, k, v, log_decay, beta
   expected = recurrence.step(*(x[:, 0] for x in terms), state, corrected=corrected)
-  out, new_state = TOKEN(*terms, runs, state, corrected=corrected, interpret=True)
+  out, new_state = TOKEN(terms, runs, state, corrected=corrected, interpret=True)
   for ours, theirs in zip((out[:, 0], new_state), expected, strict=True):
     np.testing.assert_allclose(ours, theirs, atol=1e-5 * tiny.largest(theirs))
 
@@ -141,10 +145,10 @@ def main():
   results = {}
   for mesh, heads in ('fsdp=2,tensor=2', 2), ('tensor=4', 2), ('tensor=4', 1):
     case = draw(40, heads, 4 // heads, 16, 16)
-    expected = with_gradients(recurrence.chunked, case, 'float32', corrected=True)
+    expected = with_gradients(by_xla, case, 'float32', corrected=True)
     layout = make_layout(mesh, 'train', '--mesh')
 
-    def over_mesh(*terms, runs, state, layout=layout, **options):
+    def over_mesh(terms, runs, state, layout=layout, **options):
       return recurrence_triton.over_mesh(terms, runs, state, layout, **options)
 
     ours = with_gradients(over_mesh, case, 'float32', corrected=True)
@@ -189,9 +193,8 @@ def test_a_wrong_kernel_is_not_used(monkeypatch, interpreted, caplog, tmp_path):
   cfg, compute = tiny.hybrid('qwen3_5_text', **SIZES), compute_for('gpu', 'bfloat16', 'none')
   right = recurrence_triton.over_rows
 
-  def leaks(*args, **options):  # the state of a document into the next one
-    *terms, runs, state = args
-    return right(*terms, runs * 0, state, **options)
+  def leaks(terms, runs, state, **options):  # the state of a document into the next one
+    return right(terms, runs * 0, state, **options)
 
   def unsupported(*args, **options):
     raise NotImplementedError('cannot lower')

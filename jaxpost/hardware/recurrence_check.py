@@ -79,28 +79,28 @@ def errors(work: Heads, dtype: str) -> dict[str, float]:
   q, k = (draw(rows, _LENGTH, kv_heads, work.size) / work.size**0.5 for _ in range(2))
   v, log_decay, beta = (draw(rows, _LENGTH, kv_heads * _GROUPS, n) for n in (work.width, work.channels, 1))
   # Half of the heads have slow decays, so that the state matters for several chunks.
-  fast = jnp.arange(kv_heads * _GROUPS)[:, None] % 2
-  terms = *(x.astype(dtype) for x in (q, k, v)), -jnp.exp(2 * log_decay - 7 + 5 * fast), jax.nn.sigmoid(beta[..., 0])
+  is_fast = jnp.arange(kv_heads * _GROUPS)[:, None] % 2
+  terms = *(x.astype(dtype) for x in (q, k, v)), -jnp.exp(2 * log_decay - 7 + 5 * is_fast), jax.nn.sigmoid(beta[..., 0])
   state, g_state = (draw(rows, kv_heads * _GROUPS, work.size, work.width) for _ in range(2))
   runs = jnp.asarray(np.searchsorted(_ENDS, np.tile(np.arange(_LENGTH), (rows, 1)), side='right'), jnp.int32)
 
-  def exact(*args):
-    return recurrence.chunked(*args[:6], state=args[6], dtype='float32', corrected=work.corrected)
+  def exact(terms, runs, state):
+    return recurrence.chunked(*terms, runs=runs, state=state, dtype='float32', corrected=work.corrected)
 
   @functools.partial(jax.jit, compiler_options=kernel_check.compiler_options())
   def of_rows(terms, runs, state, g):
     fast = functools.partial(recurrence_triton.over_rows, dtype=dtype, corrected=work.corrected)
     (found, vjp), (expected, expected_vjp) = (
-      jax.vjp(lambda terms, state, fn=fn: fn(*terms, runs, state), inputs, state)
+      jax.vjp(lambda terms, state, fn=fn: fn(terms, runs, state), inputs, state)
       for fn, inputs in ((fast, terms), (exact, tuple(x.astype(jnp.float32) for x in terms)))
     )
     return _errors((found, vjp(g)), (expected, expected_vjp(g)))
 
   @functools.partial(jax.jit, compiler_options=kernel_check.compiler_options())
   def of_token(terms, runs, state):
-    terms, runs = [x[:, :1] for x in terms], runs[:, :1]
-    found = recurrence_triton.one_token(*terms, runs, state, corrected=work.corrected)
-    return _errors(found, exact(*terms, runs, state))
+    terms, runs = tuple(x[:, :1] for x in terms), runs[:, :1]
+    found = recurrence_triton.one_token(terms, runs, state, corrected=work.corrected)
+    return _errors(found, exact(terms, runs, state))
 
   out = {f'{name} of a token': x for name, x in zip(('out', 'state'), of_token(terms, runs, state))}
   if recurrence_triton.supports(*work[:3], single=False):

@@ -65,22 +65,13 @@ def over_mesh(
       key_heads = heads
     of_keys, of_values = (PartitionSpec(rows, None, x) for x in (key_heads, heads))
     of_state = PartitionSpec(rows, heads)
-    in_specs = of_keys, of_keys, *[of_values] * 3, PartitionSpec(rows), of_state
+    in_specs = (of_keys, of_keys, *[of_values] * 3), PartitionSpec(rows), of_state
     run = jax.shard_map(run, mesh=layout.mesh, in_specs=in_specs, out_specs=(of_values, of_state), check_vma=False)
-  return run(q, k, v, *others, runs, state)
+  return run((q, k, v, *others), runs, state)
 
 
 def one_token(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  log_decay: jax.Array,
-  beta: jax.Array,
-  runs: jax.Array,
-  state: jax.Array,
-  *,
-  corrected: bool,
-  interpret: bool = False,
+  terms: Terms, runs: jax.Array, state: jax.Array, *, corrected: bool, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
   """Computes `recurrence.chunked` of one token of each sequence, whose run (`runs`) is that of the state.
 
@@ -90,6 +81,7 @@ def one_token(
   interpret: run it on the CPU, for tests.
   """
   del runs
+  _, k, v, log_decay, _ = terms
   (slots, heads, size, width), group = state.shape, v.shape[2] // k.shape[2]
   parts = _parts(size, width)
   keys = pl.BlockSpec((None, None, None, size), lambda p, h, b: (b, 0, h // group, 0))
@@ -107,7 +99,7 @@ def one_token(
     compiler_params=plgpu.CompilerParams(num_warps=4),
     interpret=interpret,
     name='recurrence_token',
-  )(q, k, v, log_decay, beta, state)
+  )(*terms, state)
   return out.astype(jnp.float32), state
 
 
@@ -119,48 +111,37 @@ def _token_kernel(q_ref, k_ref, v_ref, log_decay_ref, beta_ref, state_ref, out_r
 
 
 def over_rows(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  log_decay: jax.Array,
-  beta: jax.Array,
-  runs: jax.Array,
-  state: jax.Array,
-  *,
-  dtype: str,
-  corrected: bool,
-  interpret: bool = False,
+  terms: Terms, runs: jax.Array, state: jax.Array, *, dtype: str, corrected: bool, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
   """Computes `recurrence.chunked` of heads that `supports` accepts; the result is rounded to the type of v.
 
   interpret: run it on the CPU, for tests.
   """
+  q, k, v, log_decay, beta = terms
   length = k.shape[1]
   runs = jnp.pad(runs, ((0, 0), (0, -length % _CHUNK)), mode='edge')
-  tokens = (
+  whole_chunks = tuple(
     jnp.pad(x, ((0, 0), (0, -length % _CHUNK), *((0, 0),) * (x.ndim - 2))) for x in (q, k, v, log_decay[..., 0], beta)
   )
-  out, state = _chunked(_Static(dtype, corrected, interpret), *tokens, state.astype(jnp.float32), runs)
+  out, state = _over_rows(_Static(dtype, corrected, interpret), whole_chunks, state.astype(jnp.float32), runs)
   return out[:, :length].astype(jnp.float32), state
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked(static, q, k, v, log_decay, beta, state, runs):
-  return _forward(static, (q, k, v, log_decay, beta), state, runs)[:2]
+def _over_rows(static: _Static, terms: Terms, state: jax.Array, runs: jax.Array):
+  return _forward(static, terms, state, runs)[:2]
 
 
-def _chunked_fwd(static, q, k, v, log_decay, beta, state, runs):
-  terms = q, k, v, log_decay, beta
+def _over_rows_fwd(static, terms, state, runs):
   out, state, states = _forward(static, terms, state, runs, keep=True)
   return (out, state), (terms, runs, states)
 
 
-def _chunked_bwd(static, saved, g):
-  terms, runs, states = saved
-  return *_backward(static, terms, runs, states, g), None
+def _over_rows_bwd(static, saved, g):
+  return *_backward(static, *saved, g), None
 
 
-_chunked.defvjp(_chunked_fwd, _chunked_bwd)
+_over_rows.defvjp(_over_rows_fwd, _over_rows_bwd)
 
 # -------------------------------------------------------------------- kernels
 
@@ -290,7 +271,7 @@ def _forward(static: _Static, terms, state: jax.Array, runs: jax.Array, keep: bo
 
 
 def _backward(static: _Static, terms, runs: jax.Array, states: jax.Array, g):
-  """Returns the gradients of the terms and of the state before the row."""
+  """Returns the gradients of the terms, as a tuple, and of the state before the row."""
   q, k, v, *_ = terms
   parts, (rows, length, heads, _) = _parts(q.shape[3], v.shape[3]), v.shape
   inputs = [('states', states), ('values', g[0]), ('state', g[1])]
@@ -305,4 +286,4 @@ def _backward(static: _Static, terms, runs: jax.Array, states: jax.Array, g):
     x = x.reshape(parts, rows, length, k.shape[2], -1, k.shape[3])
     return jnp.sum(x, axis=(0, 4), dtype=jnp.float32).astype(k.dtype)
 
-  return summed(dq), summed(dk), dv, jnp.sum(d_decay, axis=0), jnp.sum(d_beta, axis=0), d_state
+  return (summed(dq), summed(dk), dv, jnp.sum(d_decay, axis=0), jnp.sum(d_beta, axis=0)), d_state
