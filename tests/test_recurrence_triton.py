@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import pathlib
 
 import children
 import jax
@@ -221,6 +222,12 @@ def test_a_wrong_kernel_is_not_used(monkeypatch, interpreted, caplog, tmp_path):
     assert recurrence_check.verify(compute, [cfg]) == dataclasses.replace(compute, recurrence_kernel=not reason)
     assert reason in caplog.text and caplog.text.count('XLA computes all of them') == bool(reason)
   assert recurrence_check.verify(compute, [tiny.config()]) == compute
+
+
+def test_a_changed_formula_is_checked_again(monkeypatch):
+  read, before = pathlib.Path.read_bytes, kernel_check._key('recurrence', 'bfloat16', HEADS)
+  monkeypatch.setattr(pathlib.Path, 'read_bytes', lambda p: read(p) + b'#' * (p.name == 'recurrence_chunk.py'))
+  assert kernel_check._key('recurrence', 'bfloat16', HEADS) != before
 
 
 def test_the_errors_of_a_right_kernel_are_small(interpreted):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jaxpost.distributed.mesh import row_shards
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
   from jaxpost.matmul import Compute
   from jaxpost.models.config import CustomConfig, ModelConfig
+  from jaxpost.stage.place import PlacedStage
   from jaxpost.stage.records import PreparedStage
 
 
@@ -35,13 +36,30 @@ def verified(
     return compute
   if compute.uses_kernel:
     length = row_length(inputs.config, inputs.algorithm.on_policy)
-    cfg, rollout, decoding = inputs.model.config, inputs.config.rollout, []
-    if checks.samples(inputs.config, inputs.algorithm) and not rollout.cache:  # a cache of 8 bits is read by XLA
-      if attention_kernels.compute_of_decoding(compute, cfg, rollout).decode_kernel:
-        decoding = [cfg]
-    compute = kernel_check.verify(compute, attention_uses(prepared, layouts, length), decoding)
+    decoded = [inputs.model.config] if _decodes(compute, prepared) else []
+    compute = kernel_check.verify(compute, attention_uses(prepared, layouts, length), decoded)
   configs = [x.config for x in (inputs.model, *inputs.sources.values())]
   return verify_layers(compute, configs, {layout.mesh.shape['tensor'] for layout in layouts.values()})
+
+
+def _decodes(compute: Compute, prepared: PreparedStage) -> bool:
+  """Returns whether the stage samples by the kernel for single tokens; XLA reads a cache of 8 bits."""
+  config, cfg = prepared.inputs.config, prepared.inputs.model.config
+  if not checks.samples(config, prepared.inputs.algorithm) or config.rollout.cache:
+    return False
+  return attention_kernels.compute_of_decoding(compute, cfg, config.rollout).decode_kernel
+
+
+def attention_by_xla(placed: PlacedStage) -> Iterator[str]:
+  """Yields what XLA attends in although the stage has a kernel for attention."""
+  compute = placed.compute
+  if compute.rejected_shapes:
+    yield f'by XLA for {len(compute.rejected_shapes)} shapes that it gets wrong'
+  if placed.has_branches and not attention_kernels.supports_branches(compute.attention, placed.model.config):
+    yield 'by XLA for rows with a shared prompt'
+  samples = checks.samples(placed.config, placed.algorithm)
+  if compute.attention == 'triton' and samples and not _decodes(compute, placed):
+    yield 'decoding by XLA'
 
 
 def verify_layers(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxpost.distributed import phases
@@ -82,7 +82,10 @@ class PlacedStage(PreparedStage):
       out['rollout.block'] = chosen(self.decode_block, config.rollout.block)
       out['rollout.slots'] = chosen(batch_shape.slots(config, self.algorithm.on_policy), config.rollout.slots)
     out |= {field: f'{operator.attrgetter(field)(config)} ({reason})' for field, reason in self.by_memory.items()}
-    out['model.attention'] = ', '.join([out['model.attention'], *self._attention_by_xla()])
+    if compute.uses_kernel:
+      from jaxpost.stage import kernel_uses
+
+      out['model.attention'] = ', '.join([out['model.attention'], *kernel_uses.attention_by_xla(self)])
     if self.model.config.experts:
       out['experts'] = chosen('kernel' if compute.grouped_kernel else 'XLA')
     if self.model.config.state_shapes and self.model.config.mixer != 'convolution':
@@ -92,21 +95,6 @@ class PlacedStage(PreparedStage):
     for field in self.algorithm.defaults.get('rl', ()):  # the method chooses these
       out[f'rl.{field}'] = str(vars(config.rl)[field]).replace('()', 'none')
     return out
-
-  def _attention_by_xla(self) -> Iterator[str]:
-    """Yields what XLA attends in although `compute` has a kernel for it."""
-    config, compute, cfg = self.config, self.compute, self.model.config
-    if compute.rejected_shapes:
-      yield f'by XLA for {len(compute.rejected_shapes)} shapes that it gets wrong'
-    if not compute.uses_kernel:
-      return
-    from jaxpost.models import attention_kernels as kernels
-
-    if self.has_branches and not kernels.supports_branches(compute.attention, cfg):
-      yield 'by XLA for rows with a shared prompt'
-    decodes = kernels.compute_of_decoding(compute, cfg, config.rollout).decode_kernel and not config.rollout.cache
-    if compute.attention == 'triton' and checks.samples(config, self.algorithm) and not decodes:
-      yield 'decoding by XLA'
 
 
 def place_stage(
