@@ -37,7 +37,7 @@ class Compute:
     forced: raise an error where it does not support something, instead of using another one.
     decode_kernel: decode by `models/decode_triton.py`; an engine clears it for models that this does not support.
     grouped_kernel: multiply groups of rows, of 16 bits, by a kernel, see `models.grouped.grouped`.
-    recurrence_kernel: compute recurrences by `models/recurrence_triton.py`, where it supports them.
+    recurrence_kernel: kernel of `models/recurrence_kernels.py` for the recurrences that it supports; '': none.
     rejected_shapes: `AttentionShape`s for which the attention kernel is wrong on this device; XLA computes those.
   """
 
@@ -57,7 +57,7 @@ class Compute:
   forced: bool = False
   decode_kernel: bool = False
   grouped_kernel: bool = False
-  recurrence_kernel: bool = False
+  recurrence_kernel: str = ''
   rejected_shapes: tuple = ()
 
   @property
@@ -91,6 +91,7 @@ def compute_for(
   rest = dict(dtype=dtype, cache=dtype, remat=remat, attention=attention, forced=forced)
   if platform == 'cpu':
     return Compute(**rest)
+  has_kernels = triton and dtype in (('bfloat16',) if platform == 'tpu' else ('bfloat16', 'float16'))
   # The residual stream of many models leaves the range of float16.
   residual = 'float32' if dtype == 'float16' else dtype
   return Compute(
@@ -105,8 +106,8 @@ def compute_for(
     group_block=256,
     ragged=platform == 'tpu',
     decode_kernel=attention == 'triton' and triton,
-    grouped_kernel=triton and dtype in (('bfloat16',) if platform == 'tpu' else ('bfloat16', 'float16')),
-    recurrence_kernel=triton and platform == 'gpu' and dtype in ('bfloat16', 'float16'),
+    grouped_kernel=has_kernels,
+    recurrence_kernel=('mosaic' if platform == 'tpu' else 'triton') if has_kernels else '',
   )
 
 

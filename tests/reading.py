@@ -70,6 +70,8 @@ OPTIONS = {
   'jaxpost.models.moe': 'model.path',
   'jaxpost.models.recurrence': 'model.path',
   'jaxpost.models.recurrence_chunk': 'model.path',
+  'jaxpost.models.recurrence_kernels': 'model.path',
+  'jaxpost.models.recurrence_mosaic': 'model.path',
   'jaxpost.models.recurrence_triton': 'model.path',
   'jaxpost.models.routing': 'model.path',
   'jaxpost.models.routing_replay': 'router.routing_replay',

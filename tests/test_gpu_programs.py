@@ -358,50 +358,12 @@ def test_planned_time_of_recurrent_layers_is_that_of_kernels(tmp_path, stage, pr
   assert all(0.95 < x['flops']['program'] / x['flops']['model'] < 1.05 for x in programs)  # with those of kernels
 
 
-RECURRENCES = """
-import sys
-from jaxpost.planning import machines
-
-topology = machines.parse(sys.argv[1])
-machines.set_environment(topology)
-import jax
-import jax.numpy as jnp
-from jaxpost.models import recurrence_triton
-
-device, = machines.devices(topology)
-sharding = jax.sharding.SingleDeviceSharding(device)
-rows, length, heads = 2, 250, 4
-for size, width, corrected, dtype in (
-    (128, 128, True, 'bfloat16'), (128, 64, False, 'bfloat16'),
-    (256, 256, True, 'float16'), (16, 256, False, 'bfloat16')):
-  shapes = [(rows, length, 2, size)] * 2 + [(rows, length, heads, n) for n in (width, 1)] + [(rows, length, heads)]
-  dtypes = [dtype] * 3 + ['float32'] * 2
-  array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-  terms = tuple(array(*x) for x in zip(shapes, dtypes))
-
-  def loss(terms, runs, state):
-    out, _ = recurrence_triton.over_rows(terms, runs, state, dtype=dtype, corrected=corrected)
-    return jnp.sum(out**2)
-
-  args = terms, array((rows, length), 'int32'), array((rows, heads, size, width), 'float32')
-  text = jax.jit(jax.grad(loss)).lower(*args).compile().as_text()
-  text += jax.jit(loss).lower(*args).compile().as_text()
-  token = [array((rows, 1, *x.shape[2:]), x.dtype) for x in terms]
-  step = jax.jit(lambda terms, runs, state: recurrence_triton.one_token(terms, runs, state, corrected=corrected))
-  for channels in 1, size:
-    token[3] = array((rows, 1, heads, channels), 'float32')
-    text += step.lower(tuple(token), *args[1:]).compile().as_text()
-  kernels = [line for line in text.splitlines() if 'custom_call_target="__gpu$xla.gpu.triton"' in line]
-  print(*(sum(f'recurrence_{name}' in line for line in kernels) for name in ('forward', 'backward', 'token')))
-"""
-
-
 @needs_cuda
 @pytest.mark.long
 @pytest.mark.parametrize('gpu', ['l4:1', 'a100:1', 'h100:1'])
 def test_kernels_for_recurrences_compile_for_gpus(gpu):
   """Shared memory suffices for the heads of all families and for the largest."""
-  command = [sys.executable, '-c', RECURRENCES, gpu]
+  command = [sys.executable, 'tests/compile_recurrences.py', 'triton', gpu]
   env = os.environ | {'PYTHONPATH': str(CLONE), 'JAX_PLATFORMS': 'cpu'}
   done = subprocess.run(command, capture_output=True, text=True, cwd=CLONE, env=env)
   assert done.stdout.split() == ['2', '1', '2'] * 4, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""The sampler's programs for Qwen3-1.7B, with a few of its layers, compiled for TPUs that are not there.
+"""The sampler's programs for Qwen3-1.7B, with a few of its layers, and kernels, compiled for TPUs that are not there.
 
 They need libtpu, but no TPU.
 """
@@ -84,6 +84,14 @@ def test_programs_of_the_sampler_compile_for_tpus_and_copy_no_cache(topology):
       assert temporaries <= 4 * logits_bytes + 0.2 * cache_bytes, row
     elif row['program'] == 'insert':
       assert temporaries <= 0.3 * cache_bytes, row
+
+
+@pytest.mark.parametrize('topology', ['v4:2x2x1', 'v5e-1', 'v5p:2x2x1', 'v6e-1', 'tpu7x:2x2x1'])
+def test_kernels_for_recurrences_compile_for_tpus(topology):
+  """Vector memory suffices for the heads of all families and for the largest; XLA computes single tokens."""
+  command = [sys.executable, 'tests/compile_recurrences.py', 'mosaic', topology]
+  done = subprocess.run(command, capture_output=True, text=True, cwd=CLONE, env=os.environ | {'PYTHONPATH': str(CLONE)})
+  assert done.stdout.split() == ['2', '1', '0'] * 4, done.stderr[-3000:]
 
 
 def test_decoding_from_pages_compiles_for_tpus():

@@ -101,12 +101,11 @@ def faults(checks: Sequence[tuple[str, Any]], dtype: str, check: Callable[[str, 
 
 
 def without_wrong(
-  compute: Compute, kernel: str, checks: Sequence[tuple[str, Any]], check: Callable[[str, Any, str], str]
+  compute: Compute, without: Compute, checks: Sequence[tuple[str, Any]], check: Callable[[str, Any, str], str]
 ) -> Compute:
-  """Returns `compute`, without a kernel that is wrong for a shape on any process.
+  """Returns `compute`, or `without` a kernel if that is wrong for a shape on any process.
 
   Args:
-    kernel: the field of `compute` that selects it.
     checks, check: as for `faults`.
   """
   found = zip(checks, faults(checks, compute.dtype, check) if checks else [])
@@ -117,7 +116,7 @@ def without_wrong(
     return compute
   name, where = checks[0][0], where_it_runs()
   logging.warning('kernel %s is wrong on %s: %s; XLA computes all of them', name, where, '; '.join(wrong))
-  return dataclasses.replace(compute, **{kernel: False})
+  return without
 
 
 def where_it_runs() -> str:

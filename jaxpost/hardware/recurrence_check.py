@@ -1,11 +1,12 @@
 """Checks the results of the kernels for recurrences on this device, for the heads of a run's models.
 
 The check runs before the programs of a run are compiled. If a kernel is wrong, XLA computes the recurrences.
-`models/recurrence.py` calls the kernels.
+`models/recurrence_kernels.py` has the kernels.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpost.hardware import kernel_check
-from jaxpost.models import recurrence, recurrence_triton
+from jaxpost.models import recurrence, recurrence_kernels, recurrence_triton
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
@@ -28,8 +29,9 @@ _GROUPS = 2  # value heads of a key head
 
 
 class Heads(NamedTuple):
-  """Heads of a recurrence, see `recurrence.chunked`."""
+  """Heads of a recurrence, see `recurrence.chunked`, and a kernel for them."""
 
+  kernel: str
   size: int
   width: int
   channels: int  # decays of a head
@@ -41,24 +43,30 @@ def verify(compute: Compute, models: Iterable[ModelConfig | CustomConfig]) -> Co
 
   Like `kernel_check.verify`, it checks heads once, and a kernel that is wrong on one process is used on none.
   """
-  checks = sorted({(RECURRENCE, x) for cfg in models for x in heads(cfg)})
-  return kernel_check.without_wrong(compute, 'recurrence_kernel', checks, trusted)
+  checks = sorted({(RECURRENCE, x) for cfg in models for x in heads(compute.recurrence_kernel, cfg)})
+  without = dataclasses.replace(compute, recurrence_kernel='')
+  return kernel_check.without_wrong(compute, without, checks, trusted)
 
 
-def heads(cfg: ModelConfig | CustomConfig) -> list[Heads]:
-  """Returns the heads for which a kernel would run; none for a model without a recurrence that a kernel supports."""
+def heads(kernel: str, cfg: ModelConfig | CustomConfig) -> list[Heads]:
+  """Returns the heads for which a kernel would run; none for a model without a recurrence that the kernel supports."""
   if not cfg.state_shapes or cfg.mixer == 'convolution':
     return []
-  found = Heads(cfg.key_size, cfg.value_size, cfg.key_size if cfg.gate_rank else 1, cfg.mixer == 'delta')
-  return [found] if recurrence_triton.supports(*found[:3], single=True) else []
+  found = Heads(kernel, cfg.key_size, cfg.value_size, cfg.key_size if cfg.gate_rank else 1, cfg.mixer == 'delta')
+  return [found] if any(_supported(found)) else []
+
+
+def _supported(work: Heads) -> tuple[bool, bool]:
+  """Returns whether the kernel supports rows, and whether it supports single tokens."""
+  rows, tokens = (recurrence_kernels.supports(*work[:4], single=single) for single in (False, True))
+  return rows, tokens
 
 
 def computed_by(compute: Compute, cfg: ModelConfig) -> str:
   """Returns what computes the recurrences of a model, in words."""
-  found = heads(cfg) if compute.recurrence_kernel else []
-  if not found:
-    return 'XLA'
-  return 'kernel' if found[0].channels == 1 else 'kernel for single tokens'
+  for found in heads(compute.recurrence_kernel, cfg):
+    return {(True, True): 'kernel', (True, False): 'kernel for rows'}.get(_supported(found), 'kernel for single tokens')
+  return 'XLA'
 
 
 @functools.cache
@@ -89,7 +97,8 @@ def errors(work: Heads, dtype: str) -> dict[str, float]:
 
   @functools.partial(jax.jit, compiler_options=kernel_check.compiler_options())
   def of_rows(terms, runs, state, g):
-    fast = functools.partial(recurrence_triton.over_rows, dtype=dtype, corrected=work.corrected)
+    options = dict(kernel=work.kernel, dtype=dtype, corrected=work.corrected)
+    fast = functools.partial(recurrence_kernels.over_rows, **options)
     (found, vjp), (expected, expected_vjp) = (
       jax.vjp(lambda terms, state, fn=fn: fn(terms, runs, state), inputs, state)
       for fn, inputs in ((fast, terms), (exact, tuple(x.astype(jnp.float32) for x in terms)))
@@ -102,8 +111,11 @@ def errors(work: Heads, dtype: str) -> dict[str, float]:
     found = recurrence_triton.one_token(terms, runs, state, corrected=work.corrected)
     return _errors(found, exact(terms, runs, state))
 
-  out = {f'{name} of a token': x for name, x in zip(('out', 'state'), of_token(terms, runs, state))}
-  if recurrence_triton.supports(*work[:3], single=False):
+  supports_rows, supports_tokens = _supported(work)
+  out: dict[str, jax.Array] = {}
+  if supports_tokens:
+    out |= {f'{name} of a token': x for name, x in zip(('out', 'state'), of_token(terms, runs, state))}
+  if supports_rows:
     names = 'out', 'state', 'q', 'k', 'v', 'log_decay', 'beta', 'state before'
     out |= zip(names, of_rows(terms, runs, state, (draw(*v.shape), g_state)))
   return {name: float(x) for name, x in out.items()}

@@ -146,10 +146,10 @@ def over_row(
   q, k, v, log_decay, beta = terms
   single = state is not None and k.shape[1] == 1
   if compute.recurrence_kernel:
-    from jaxpost.models import recurrence_triton
+    from jaxpost.models import recurrence_kernels
 
-    if recurrence_triton.supports(k.shape[3], v.shape[3], log_decay.shape[3], single):
-      return recurrence_triton.over_mesh(terms, runs, state, layout, dtype=compute.dtype, corrected=corrected)
+    if recurrence_kernels.supports(compute.recurrence_kernel, k.shape[3], v.shape[3], log_decay.shape[3], single):
+      return recurrence_kernels.over_mesh(terms, runs, state, layout, compute=compute, corrected=corrected)
   if not single:
     return chunked(*terms, runs=runs, dtype=compute.dtype, corrected=corrected, state=state)
   out, state = step(q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], beta[:, 0], state=state, corrected=corrected)

@@ -1,6 +1,7 @@
 """A chunk of tokens of one head in the recurrences of `recurrence.py`, as functions of matrices.
 
-XLA computes them for all heads and chunks at once, and a kernel for GPUs (`recurrence_triton.py`) one after the other.
+XLA computes them for all heads and chunks at once. Kernels for GPUs (`recurrence_triton.py`) and TPUs
+(`recurrence_mosaic.py`) compute one chunk after the other.
 
 Legend: C tokens of the chunk, d size of keys, e size of values.
 """
@@ -14,9 +15,19 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxpost.matmul import precision_of
+
 # q, k, v, log_decay and beta, see `recurrence.chunked`
 Terms = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 EXACT = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+class KernelSettings(NamedTuple):
+  """Settings that a kernel is compiled for."""
+
+  dtype: str  # of the operands of products
+  corrected: bool
+  interpret: bool = False  # run it on the CPU, for tests
 
 
 class ChunkTerms(NamedTuple):
@@ -50,7 +61,7 @@ def within_chunk(
     log_decay: [C] or, of each channel, [C, d].
     runs, run_before: [C] and [], the runs of the tokens and of the token before the chunk.
     product: einsum of two matrices of the type of operands.
-    exact: einsum of float32 matrices.
+    exact: einsum of two float32 matrices.
     corrected: whether to use the gated delta rule.
   """
   row, column = _indices(len(runs))
@@ -69,14 +80,14 @@ def within_chunk(
     if by_channel:
       total = exact('il,ld->id', tokens.astype('f'), log_decay)
     else:
-      total = jnp.sum(jnp.where(tokens, log_decay[None, :], 0), axis=1)[:, None]
+      total = jnp.sum(jnp.where(tokens, log_decay[None, :], 0), axis=1, keepdims=True)
     return jnp.where(same_run, jnp.exp(total), 0)
 
   last_run = jnp.max(runs)
-  from_start = decay_over(column <= row, (runs == run_before)[:, None])
-  to_end = decay_over(column > row, (runs == last_run)[:, None])
+  from_start = decay_over(column <= row, runs[:, None] == run_before)
+  to_end = decay_over(column > row, runs[:, None] == last_run)
   whole = jnp.where(last_run == run_before, jnp.exp(jnp.sum(log_decay, axis=0)), 0)
-  steps = beta[:, None]
+  steps = _column(beta)
   u, w = steps * v, None
   if corrected:
     # u = (I + A)^-1 (beta v) and w = (I + A)^-1 (beta decay k), with the decayed products A of beta k and earlier keys.
@@ -94,6 +105,19 @@ def across_chunk(
   return terms.whole[..., None] * state + product('jd,je->de', terms.to_end * k, u), out
 
 
+def chunk_of_head(settings: KernelSettings, exact: Callable, runs: jax.Array, run_before: jax.Array) -> Callable:
+  """Returns (state before, q, k, v, log_decay, beta) -> (state after, outputs), for a chunk of a head in a kernel."""
+  product = functools.partial(_product, settings.dtype)
+
+  def run(state, q, k, v, log_decay, beta):
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    options = dict(runs=runs, run_before=run_before, product=product, exact=exact, corrected=settings.corrected)
+    terms = within_chunk(q, k, v, log_decay, beta, **options)
+    return across_chunk(state, q, k, terms, product)
+
+  return run
+
+
 def step_of_head(
   state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array, *, corrected: bool
 ) -> tuple[jax.Array, jax.Array]:
@@ -104,9 +128,35 @@ def step_of_head(
   return state, jnp.sum(q[:, None] * state, axis=0)
 
 
+def _column(x: jax.Array) -> jax.Array:
+  """Returns x [C] as [C, 1]; its gradient is a sum over the first axis."""
+  row, column = _indices(len(x))
+  return jnp.sum(jnp.where(row == column, x[None, :], 0), axis=1, keepdims=True)
+
+
 def _indices(size: int) -> tuple[jax.Array, jax.Array]:
   """Returns the rows and the columns of a square matrix."""
   return jax.lax.broadcasted_iota('int32', (size, size), 0), jax.lax.broadcasted_iota('int32', (size, size), 1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(dtype: str, spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+  """Computes an einsum of two float32 matrices, and its gradient, from operands of a type."""
+  return _product_forward(dtype, spec, x, w)[0]
+
+
+def _product_forward(dtype, spec, x, w):
+  x, w = x.astype(dtype), w.astype(dtype)
+  return jnp.einsum(spec, x, w, precision=precision_of(dtype), preferred_element_type='float32'), (x, w)
+
+
+def _product_backward(dtype, spec, saved, g):
+  (x, w), (x_term, w_term, out), g = saved, spec.replace('->', ',').split(','), g.astype(dtype)
+  dx = _product_forward(dtype, f'{out},{w_term}->{x_term}', g, w)[0]
+  return dx, _product_forward(dtype, f'{x_term},{out}->{w_term}', x, g)[0]
+
+
+_product.defvjp(_product_forward, _product_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -131,8 +181,8 @@ def _decays_backward(exact, decays, g):
   row, column = _indices(len(decays))
   # Token l is in (j, i] for all j < l <= i. One token later, the pairs to l are gone, and those from l are new.
   by_pair = g * decays
-  change = jnp.sum(by_pair, axis=0) - jnp.sum(by_pair, axis=1)
-  return jnp.sum(jnp.where(column < row, change[None, :], 0), axis=1), None
+  change = jnp.sum(jnp.where(row == column, jnp.sum(by_pair, axis=0)[None, :], 0) - by_pair, axis=1, keepdims=True)
+  return jnp.sum(jnp.where(row < column, change, 0), axis=0), None
 
 
 _decays.defvjp(_decays_forward, _decays_backward)
@@ -178,16 +228,15 @@ def _inverse_forward(exact, lower):
   inverse, size = (row == column).astype('f'), 1
   while size < len(lower):
     # The off-diagonal block of each pair of neighboring diagonal blocks, whose inverses are known.
-    is_second, is_left = row // size % 2 == 1, column // size == row // size - 1
-    block = jnp.where(is_second & is_left, lower, 0)
-    inverse = inverse - (block if size == 1 else exact('ij,jk,kl->il', inverse, block, inverse))
+    block = jnp.where((row > column) & ((row ^ column) & -size == size), lower, 0)
+    inverse = inverse - (block if size == 1 else exact('ij,jk->ik', inverse, exact('ij,jk->ik', block, inverse)))
     size *= 2
   return inverse, inverse
 
 
 def _inverse_backward(exact, inverse, g):
   row, column = _indices(len(inverse))
-  return (jnp.where(row > column, -exact('ji,jk,lk->il', inverse, g, inverse), 0),)
+  return (jnp.where(row > column, -exact('ji,jk->ik', inverse, exact('ij,kj->ik', g, inverse)), 0),)
 
 
 _inverse.defvjp(_inverse_forward, _inverse_backward)

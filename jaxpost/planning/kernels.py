@@ -19,8 +19,8 @@ _TRITON_NAME = re.compile(r'attention_(forward|queries|keys)_(\d+)')
 _DECODE_NAME = re.compile(r'decode_(\d+)')
 _GROUPED_NAME = re.compile(r'grouped_(rows|matrices)')
 _RECURRENCE_NAME = re.compile(r'recurrence_(forward|backward)')
-_RECURRENCE_CHUNK = 32  # tokens, see `models/recurrence_triton.py`
-_TRITON_TARGET = '__gpu$xla.gpu.triton'
+_TPU_TARGET, _TRITON_TARGET = 'tpu_custom_call', '__gpu$xla.gpu.triton'
+_RECURRENCE_CHUNKS = {_TPU_TARGET: 64, _TRITON_TARGET: 32}  # tokens, see `models/recurrence_kernels.py`
 
 
 def cost(op: hlo.Op, arguments: list[hlo.Array], filled: int = 0) -> tuple[float, float]:
@@ -30,6 +30,8 @@ def cost(op: hlo.Op, arguments: list[hlo.Array], filled: int = 0) -> tuple[float
   """
   if not is_one(op):
     return 0.0, 0.0
+  if match := _RECURRENCE_NAME.search(hlo.op_name(op)):
+    return (3.0 if match[1] == 'backward' else 1.0) * _recurrence(arguments, _RECURRENCE_CHUNKS[_target(op)]), 0.0
   if _target(op) == _TRITON_TARGET:
     if match := _DECODE_NAME.search(hlo.op_name(op)):
       return _decode(arguments, int(match[1]), filled)
@@ -37,8 +39,6 @@ def cost(op: hlo.Op, arguments: list[hlo.Array], filled: int = 0) -> tuple[float
       return 0.0, _entries_of_one_token(arguments)
     if match := _GROUPED_NAME.search(hlo.op_name(op)):
       return _rows_by_groups(op, arguments) if match[1] == 'rows' else _groups_of_rows(op, arguments)
-    if match := _RECURRENCE_NAME.search(hlo.op_name(op)):
-      return (3.0 if match[1] == 'backward' else 1.0) * _recurrence(arguments), 0.0
     match = _TRITON_NAME.search(hlo.op_name(op))
     return _causal(_TRITON[match[1]], int(match[2]), arguments) if match else (0.0, 0.0)
   if hlo.op_name(op).endswith('/ragged-dot-none'):
@@ -50,7 +50,7 @@ def cost(op: hlo.Op, arguments: list[hlo.Array], filled: int = 0) -> tuple[float
 
 
 def is_one(op: hlo.Op) -> bool:
-  return op.kind == 'custom-call' and (_target(op) in ('tpu_custom_call', _TRITON_TARGET))
+  return op.kind == 'custom-call' and _target(op) in (_TPU_TARGET, _TRITON_TARGET)
 
 
 def _target(op: hlo.Op) -> str:
@@ -121,16 +121,15 @@ def _causal(products: tuple[int, int], window: int, arguments: list[hlo.Array]) 
   return 2.0 * rows * heads * pairs * (products[0] * size + products[1] * v.dims[-1]), 0.0
 
 
-def _recurrence(arguments: list[hlo.Array]) -> float:
+def _recurrence(arguments: list[hlo.Array], chunk: int) -> float:
   """Returns the FLOPs of a gated delta rule over rows, without the inverse of a matrix for each chunk.
 
   The gradient computes all of it again, and two products for each. State spaces need fewer products.
   """
   q, _, v = arguments[:3]
-  rows, length, heads, size = *v.dims[:3], q.dims[3]
-  with_state = 6.0 * size * v.dims[3]
-  within_chunk = _RECURRENCE_CHUNK * (6.0 * size + 4.0 * v.dims[3])  # of a token with the others of its chunk
-  return rows * length * heads * (with_state + within_chunk)
+  size, width = q.dims[-1], v.dims[-1]
+  within_chunk = chunk * (6.0 * size + 4.0 * width)  # of a token with the others of its chunk
+  return math.prod(v.dims[:-1]) * (6.0 * size * width + within_chunk)
 
 
 def _decode(arguments: list[hlo.Array], window: int, filled: int) -> tuple[float, float]:

@@ -131,7 +131,7 @@ def _cases(compute: Compute, length: int) -> tuple[dict[tuple[str, Any], str], d
         cases.setdefault((kernel_check.DECODE, shape), f'{preset}{_size(cfg, shape)} decode')
       for matrix in grouped_check.matrices(cfg) if compute.grouped_kernel else ():
         cases.setdefault((grouped_check.GROUPED, matrix), f'{preset} experts {matrix.inputs} x {matrix.outputs}')
-      for heads in recurrence_check.heads(cfg) if compute.recurrence_kernel else ():
+      for heads in recurrence_check.heads(compute.recurrence_kernel, cfg):
         cases.setdefault((recurrence_check.RECURRENCE, heads), f'{preset} recurrence')
   return cases, refused
 

@@ -51,8 +51,8 @@ def sft(
   )
   lengths = workload.lengths_of(documents, row_length)
   watch = workload.Watch()
-  compute = {'head_elements': head_elements} if head_elements else {}
-  compute |= {} if recurrence_kernel else {'recurrence_kernel': False}
+  compute: dict[str, Any] = {'head_elements': head_elements} if head_elements else {}
+  compute |= {} if recurrence_kernel else {'recurrence_kernel': ''}
   with workload.stage(cfg, config, ('dpo' if algorithm == 'dpo' else 'sft', lengths), compute) as running:
     stage = running.assembled()
     compiled_s = watch.lap()

@@ -1,4 +1,4 @@
-"""The kernel for recurrences (`models/recurrence_triton.py`) in Pallas' interpreter, and the check before a run."""
+"""The kernels for recurrences (`models/recurrence_kernels.py`) in Pallas' interpreter, and the check before a run."""
 
 import dataclasses
 import functools
@@ -16,17 +16,17 @@ import tiny
 from jaxpost.hardware import kernel_check, recurrence_check
 from jaxpost.matmul import compute_for
 from jaxpost.models import model as model_lib
-from jaxpost.models import recurrence, recurrence_triton
+from jaxpost.models import recurrence, recurrence_chunk, recurrence_kernels, recurrence_mosaic, recurrence_triton
 from jaxpost.stage import place, prepare
 
-KERNEL, TOKEN = recurrence_triton.over_rows, recurrence_triton.one_token
-HEADS = recurrence_check.Heads(16, 32, 1, corrected=True)
-SIZES = dict(key_size=16, value_size=16)  # the smallest that the kernel supports
+ROWS, TOKEN = recurrence_kernels.over_rows, recurrence_triton.one_token
+HEADS = recurrence_check.Heads('triton', 16, 32, 1, corrected=True)
+SIZES = dict(key_size=16, value_size=16)  # the smallest that the kernels support
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
-  monkeypatch.setattr(recurrence_triton, 'over_rows', functools.partial(KERNEL, interpret=True))
+  monkeypatch.setattr(recurrence_kernels, 'over_rows', functools.partial(ROWS, interpret=True))
   monkeypatch.setattr(recurrence_triton, 'one_token', functools.partial(TOKEN, interpret=True))
 
 
@@ -41,7 +41,7 @@ def draw(length, heads, groups, size, width):
   decay = (
     random.uniform(0, 0.01, (*beta.shape, 1)) * np.where(np.isin(np.arange(length), (11, 50)), 1e4, 1)[:, None, None]
   )
-  starts = [[0] * length, [i in (20, 32, 33, 50) for i in range(length)]]
+  starts = [[0] * length, [i in (20, 32, 33, 50, 64, 100) for i in range(length)]]
   state, g_state = random.standard_normal((2, 2, heads * groups, size, width)).astype('f')
   g = random.standard_normal(v.shape).astype('f'), g_state
   return (q, k, v, -decay.astype('f'), beta), jnp.cumsum(jnp.asarray(starts, jnp.int32), axis=1), state, g
@@ -70,13 +70,21 @@ def with_gradients(fn, case, dtype, **options):
 
 @pytest.mark.parametrize('dtype, tolerance', [('float32', 1e-6), ('bfloat16', 0.01)])
 @pytest.mark.parametrize(
-  'sizes, corrected', [((150, 2, 2, 16, 32), True), ((150, 1, 3, 32, 16), False), ((32, 1, 1, 256, 64), True)], ids=str
+  'kernel, sizes, corrected',
+  [
+    ('triton', (150, 2, 2, 16, 32), True),
+    ('triton', (150, 1, 3, 32, 16), False),
+    ('triton', (32, 1, 1, 256, 64), True),
+    ('mosaic', (150, 2, 2, 16, 32), True),
+    ('mosaic', (150, 1, 12, 48, 16), False),
+  ],
+  ids=str,
 )
-def test_kernel_computes_the_same_as_xla(sizes, corrected, dtype, tolerance):
-  """Rows may end inside of a chunk. The values of large heads are computed in parts, each of which has gradients."""
+def test_kernels_compute_the_same_as_xla(kernel, sizes, corrected, dtype, tolerance):
+  """Rows may end inside of a chunk. Values of large heads, or of many heads, are in parts with their own gradients."""
   case = draw(*sizes)
   expected = with_gradients(by_xla, case, 'float32', corrected=corrected)
-  ours = with_gradients(KERNEL, case, dtype, corrected=corrected, interpret=True)
+  ours = with_gradients(ROWS, case, dtype, kernel=kernel, corrected=corrected, interpret=True)
   errors = [float(tiny.largest(a.astype('f') - b) / tiny.largest(b)) for a, b in zip(ours, expected, strict=True)]
   assert max(errors) < tolerance, errors
   if dtype != 'float32':  # the tolerance is that of rounding, which XLA's result has, too
@@ -87,6 +95,12 @@ def test_kernel_computes_the_same_as_xla(sizes, corrected, dtype, tolerance):
 
 def test_large_values_are_computed_in_parts():
   assert [recurrence_triton._parts(*sizes) for sizes in ((128, 128), (128, 64), (64, 64), (256, 256))] == [2, 1, 1, 8]
+
+
+def test_programs_for_tpus_have_up_to_eight_value_heads():
+  """Key heads, value heads, and programs for the same key heads."""
+  found = [recurrence_mosaic._split(*heads) for heads in ((16, 32), (30, 30), (1, 48), (2, 18), (2, 4))]
+  assert found == [(4, 8, 1), (6, 6, 1), (1, 8, 6), (1, 3, 3), (2, 4, 1)]
 
 
 @pytest.mark.parametrize('channels', [1, 16])
@@ -101,21 +115,26 @@ def test_a_token_computes_the_same_as_xla(corrected, channels):
     np.testing.assert_allclose(ours, theirs, atol=1e-5 * tiny.largest(theirs))
 
 
-@pytest.mark.parametrize('family', ['qwen3_5_text', 'kimi_linear'])
-def test_slots_sampled_with_the_kernels_have_the_log_probs_of_xla(monkeypatch, interpreted, family):
-  """The kernel for single tokens carries on the state after a prompt, which is a row of XLA for Kimi Linear."""
+@pytest.mark.parametrize(
+  'family, kernel', [('qwen3_5_text', 'triton'), ('kimi_linear', 'triton'), ('qwen3_5_text', 'mosaic')]
+)
+def test_slots_sampled_with_the_kernels_have_the_log_probs_of_xla(monkeypatch, interpreted, family, kernel):
+  """The state after a prompt, which is a row of XLA for Kimi Linear, goes on token by token: for TPUs by XLA."""
   heads = dict(num_kv_heads=2) if family == 'kimi_linear' else {}
   model = model_lib.build(tiny.hybrid(family, **SIZES, **heads))
   params = tiny.params(model)
   with monkeypatch.context() as patch:
-    patch.setattr(tiny, 'EXACT', dataclasses.replace(tiny.EXACT, recurrence_kernel=True))
+    patch.setattr(tiny, 'EXACT', dataclasses.replace(tiny.EXACT, recurrence_kernel=kernel))
     sampler = proofs.engine(model, max_new_tokens=24)
   sampler.load(params, version=0)
   proofs.check_slots(model, params, sampler)
 
 
-@pytest.mark.parametrize('family, remat', [('qwen3_5_text', 'dots'), ('granitemoehybrid', 'full')])
-def test_models_compute_the_same_with_the_kernel(interpreted, family, remat):
+@pytest.mark.parametrize(
+  'family, remat, kernel',
+  [('qwen3_5_text', 'dots', 'triton'), ('granitemoehybrid', 'full', 'triton'), ('qwen3_5_text', 'dots', 'mosaic')],
+)
+def test_models_compute_the_same_with_the_kernels(interpreted, family, remat, kernel):
   """The scan over layers and rematerialization run the kernel, and differentiate it."""
   model = model_lib.build(tiny.hybrid(family, **SIZES))
   params, ids = tiny.params(model), tiny.tokens((2, 20))
@@ -128,13 +147,13 @@ def test_models_compute_the_same_with_the_kernel(interpreted, family, remat):
       x = tiny.hidden(model, p, ids, compute, segments=segments)
       return jnp.sum(jnp.cos(x[:, :18]))
 
-    assert ('name=recurrence_forward' in str(jax.make_jaxpr(loss)(params))) == kernel
+    assert ('name=recurrence_forward' in str(jax.make_jaxpr(loss)(params))) == bool(kernel)
     return jax.jit(jax.value_and_grad(loss))(params)
 
   jax.tree.map(
     lambda a, b: np.testing.assert_array_less(tiny.largest(a - b), 1e-4 * tiny.largest(b) + 1e-9),
-    gradient(True),
-    gradient(False),
+    gradient(kernel),
+    gradient(''),
   )
 
 
@@ -142,18 +161,24 @@ def main():
   """Prints {mesh: largest relative error} of rows and heads that are split over 4 devices, which run the kernel."""
   from jaxpost.distributed.phases import make_layout
 
-  recurrence_triton.over_rows = functools.partial(KERNEL, interpret=True)
+  recurrence_kernels.over_rows = functools.partial(ROWS, interpret=True)
   results = {}
-  for mesh, heads in ('fsdp=2,tensor=2', 2), ('tensor=4', 2), ('tensor=4', 1):
+  for kernel, mesh, heads in (
+    ('triton', 'fsdp=2,tensor=2', 2),
+    ('triton', 'tensor=4', 2),
+    ('triton', 'tensor=4', 1),
+    ('mosaic', 'fsdp=2,tensor=2', 2),
+  ):
     case = draw(40, heads, 4 // heads, 16, 16)
     expected = with_gradients(by_xla, case, 'float32', corrected=True)
     layout = make_layout(mesh, 'train', '--mesh')
 
-    def over_mesh(terms, runs, state, layout=layout, **options):
-      return recurrence_triton.over_mesh(terms, runs, state, layout, **options)
+    def over_mesh(terms, runs, state, layout=layout, kernel=kernel, *, dtype, corrected):
+      compute = dataclasses.replace(tiny.EXACT, dtype=dtype, recurrence_kernel=kernel)
+      return recurrence_kernels.over_mesh(terms, runs, state, layout, compute=compute, corrected=corrected)
 
     ours = with_gradients(over_mesh, case, 'float32', corrected=True)
-    results[f'{mesh} {heads}'] = max(
+    results[f'{kernel} {mesh} {heads}'] = max(
       float(tiny.largest(a - b) / tiny.largest(b)) for a, b in zip(ours, expected, strict=True)
     )
   print(json.dumps(results))
@@ -162,37 +187,50 @@ def main():
 def test_kernel_on_each_of_four_devices_matches_one_device():
   """Each device computes its value heads, also if there are fewer key heads than devices."""
   results = json.loads(children.run(__file__, devices=4).stdout)
-  assert len(results) == 3 and max(results.values()) < 1e-6, results
+  assert len(results) == 4 and max(results.values()) < 1e-6, results
 
 
-def test_kernel_is_on_for_gpus_in_16_bits_only():
-  assert compute_for('gpu', 'bfloat16', 'none').recurrence_kernel
-  assert compute_for('gpu', 'float16', 'none').recurrence_kernel
-  for platform, dtype, triton in ('gpu', 'float32', True), ('gpu', 'bfloat16', False), ('tpu', 'bfloat16', True):
-    assert not compute_for(platform, dtype, 'none', triton=triton).recurrence_kernel
-  assert not compute_for('cpu', 'bfloat16', 'none').recurrence_kernel
+@pytest.mark.parametrize(
+  'platform, dtype, triton, kernel',
+  [
+    ('gpu', 'bfloat16', True, 'triton'),
+    ('gpu', 'float16', True, 'triton'),
+    ('gpu', 'float32', True, ''),
+    ('gpu', 'bfloat16', False, ''),
+    ('tpu', 'bfloat16', True, 'mosaic'),
+    ('tpu', 'float32', True, ''),
+    ('cpu', 'bfloat16', True, ''),
+  ],
+)
+def test_kernels_are_for_accelerators_in_16_bits(platform, dtype, triton, kernel):
+  assert compute_for(platform, dtype, 'none', triton=triton).recurrence_kernel == kernel
 
 
 # ---------------------------------------------------- the check before a run
 
 
 def test_heads_that_the_kernel_supports():
-  """Sizes that are no powers of 2 and convolutions are left to XLA, and rows with a decay of each channel."""
+  """Convolutions are left to XLA, rows with a decay of each channel, and for GPUs sizes that are no powers of 2."""
   families = 'qwen3_5_text', 'kimi_linear', 'granitemoehybrid'
-  assert [recurrence_check.heads(tiny.hybrid(family, **SIZES)) for family in families] == [
-    [(16, 16, 1, True)],
-    [(16, 16, 16, True)],
-    [(16, 16, 1, False)],
-  ]
-  assert not recurrence_check.heads(tiny.hybrid('qwen3_5_text', key_size=16, value_size=24))
-  assert not recurrence_triton.supports(16, 16, channels=16, single=False)
-  assert not recurrence_check.heads(tiny.hybrid('lfm2')) and not recurrence_check.heads(tiny.config())
+  of_families = [recurrence_check.heads('triton', tiny.hybrid(family, **SIZES)) for family in families]
+  assert of_families == [[('triton', 16, 16, n, corrected)] for n, corrected in ((1, True), (16, True), (1, False))]
+  assert not recurrence_check.heads('mosaic', tiny.hybrid('kimi_linear', **SIZES))
+  supported = {
+    (kernel, width): bool(recurrence_check.heads(kernel, tiny.hybrid('qwen3_5_text', key_size=16, value_size=width)))
+    for kernel in ('triton', 'mosaic')
+    for width in (24, 48)
+  }
+  assert supported == {('triton', 24): 0, ('triton', 48): 0, ('mosaic', 24): 0, ('mosaic', 48): 1}
+  assert not recurrence_kernels.supports('triton', 16, 16, channels=16, single=False)
+  for cfg in tiny.hybrid('lfm2'), tiny.config():
+    assert not recurrence_check.heads('triton', cfg) and not recurrence_check.heads('mosaic', cfg)
 
 
-def test_a_wrong_kernel_is_not_used(monkeypatch, interpreted, caplog, tmp_path):
+@pytest.mark.parametrize('platform', ['gpu', 'tpu'])
+def test_a_wrong_kernel_is_not_used(monkeypatch, interpreted, caplog, tmp_path, platform):
   monkeypatch.setenv('HOME', str(tmp_path))
-  cfg, compute = tiny.hybrid('qwen3_5_text', **SIZES), compute_for('gpu', 'bfloat16', 'none')
-  right = recurrence_triton.over_rows
+  cfg, compute = tiny.hybrid('qwen3_5_text', **SIZES), compute_for(platform, 'bfloat16', 'none')
+  right = recurrence_kernels.over_rows
 
   def leaks(terms, runs, state, **options):  # the state of a document into the next one
     return right(terms, runs * 0, state, **options)
@@ -201,13 +239,13 @@ def test_a_wrong_kernel_is_not_used(monkeypatch, interpreted, caplog, tmp_path):
     raise NotImplementedError('cannot lower')
 
   def forgets(*args, **options):  # the state at the border of two chunks
-    of_head = recurrence_triton.across_chunk
+    of_head = recurrence_chunk.across_chunk
 
     def across_chunk(state, q, k, terms, product):
       return of_head(state, q, k, terms._replace(whole=0 * terms.whole), product)
 
     with monkeypatch.context() as patch:
-      patch.setattr(recurrence_triton, 'across_chunk', across_chunk)
+      patch.setattr(recurrence_chunk, 'across_chunk', across_chunk)
       return right(*args, **options)
 
   for kernel, reason in (
@@ -216,10 +254,11 @@ def test_a_wrong_kernel_is_not_used(monkeypatch, interpreted, caplog, tmp_path):
     (unsupported, 'NotImplementedError: cannot lower'),
     (right, ''),
   ):
-    monkeypatch.setattr(recurrence_triton, 'over_rows', kernel)
+    monkeypatch.setattr(recurrence_kernels, 'over_rows', kernel)
     recurrence_check.trusted.cache_clear()
     caplog.clear()
-    assert recurrence_check.verify(compute, [cfg]) == dataclasses.replace(compute, recurrence_kernel=not reason)
+    expected = dataclasses.replace(compute, recurrence_kernel='') if reason else compute
+    assert recurrence_check.verify(compute, [cfg]) == expected
     assert reason in caplog.text and caplog.text.count('XLA computes all of them') == bool(reason)
   assert recurrence_check.verify(compute, [tiny.config()]) == compute
 
@@ -235,6 +274,7 @@ def test_the_errors_of_a_right_kernel_are_small(interpreted):
   of_tokens = {'out of a token', 'state of a token'}
   assert {*errors} == of_tokens | {'out', 'state', 'q', 'k', 'v', 'log_decay', 'beta', 'state before'}
   assert max(errors.values()) < 0.02 and kernel_check.judge(lambda: errors) == ''
+  assert {*recurrence_check.errors(HEADS._replace(kernel='mosaic'), 'bfloat16')} == {*errors} - of_tokens
   by_channel = recurrence_check.errors(HEADS._replace(channels=16), 'bfloat16')
   assert {*by_channel} == of_tokens and max(by_channel.values()) < 0.01
 
@@ -252,15 +292,19 @@ def test_choices_of_a_run_name_what_computes_the_recurrence(tmp_path):
       placed = place.place_stage(prepared)
     finally:
       prepared.close()
-    for case, compute in ('cpu', placed.compute), ('gpu', compute_for('gpu', 'bfloat16', 'none')):
+    for case in 'cpu', 'gpu', 'tpu':
+      compute = placed.compute if case == 'cpu' else compute_for(case, 'bfloat16', 'none')
       choices[name, case] = dataclasses.replace(placed, compute=compute).choices.get('recurrence')
   assert choices == {
     ('dense', 'cpu'): None,
     ('dense', 'gpu'): None,
+    ('dense', 'tpu'): None,
     ('hybrid', 'cpu'): 'XLA (cpu)',
     ('hybrid', 'gpu'): 'kernel (gpu)',
+    ('hybrid', 'tpu'): 'kernel for rows (tpu)',
     ('kimi', 'cpu'): 'XLA (cpu)',
     ('kimi', 'gpu'): 'kernel for single tokens (gpu)',
+    ('kimi', 'tpu'): 'XLA (tpu)',
   }
 
 

@@ -1,0 +1,191 @@
+"""The recurrences of `recurrence.py` over rows for TPUs, in Pallas for Mosaic.
+
+One program computes several value heads, so that a product of one head does not wait for the result of the product
+before it, chunk by chunk, and keeps their states in vector memory. XLA writes the terms of each chunk to main memory,
+and the inverse of the triangular matrix of a chunk after each of its steps.
+
+Legend: B rows, T tokens, K heads of queries and keys, H value heads, d size of keys, e size of values, C tokens of a
+chunk, N chunks; a program has k of the key heads and h of the value heads, and P programs have parts of the value heads
+of the same key heads.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxpost.models.recurrence_chunk import EXACT, KernelSettings, Terms, chunk_of_head
+
+CHUNK = 64
+_HEADS = 8  # value heads of a program, at most; with 4, it takes a fifth longer
+
+
+def supports(size: int, width: int, channels: int, single: bool) -> bool:
+  """Returns whether the kernel supports such heads, see `recurrence_kernels.supports`.
+
+  XLA for TPU updates the states of single tokens in place.
+  """
+  return channels == 1 and not single and all(n % 16 == 0 and n <= 256 for n in (size, width))
+
+
+def forward(settings: KernelSettings, terms: Terms, state: jax.Array, runs: jax.Array, keep: bool = False):
+  """Returns (outputs [B, T, H, e], state [B, H, d, e]), and with `keep` states before chunks [B, H, N, d, e]."""
+  v = terms[2]
+  (rows, heads, *sizes), chunks = state.shape, v.shape[1] // CHUNK
+  outputs = [('values', v.swapaxes(1, 2).shape, v.dtype), ('state', state.shape, jnp.float32)]
+  outputs += [('states', (rows, heads, chunks, *sizes), settings.dtype)] * keep
+  out, *states = _call(_forward_kernel, settings, terms, runs, inputs=[('state', state)], outputs=outputs)
+  return out.swapaxes(1, 2), *states
+
+
+def backward(settings: KernelSettings, terms: Terms, runs: jax.Array, states: jax.Array, g: tuple):
+  """Returns the gradients of the terms, as a tuple, and of the state before the row."""
+  q, k, v, log_decay, _ = terms
+  (rows, length, kv_heads, size), heads = k.shape, v.shape[2]
+  g_out = g[0].swapaxes(1, 2)
+  d_keys = 'd_keys', (_split(kv_heads, heads)[2], rows, kv_heads, length, size), k.dtype
+  d_scalars = 'scalars', (rows, heads, length // CHUNK, 1, CHUNK), jnp.float32
+  outputs = [d_keys, d_keys, ('values', g_out.shape, v.dtype), d_scalars, d_scalars, ('state', g[1].shape, jnp.float32)]
+  inputs = [('states', states), ('values', g_out), ('state', g[1])]
+  dq, dk, dv, d_decay, d_beta, d_state = _call(_backward_kernel, settings, terms, runs, inputs=inputs, outputs=outputs)
+  dq, dk = (jnp.sum(x, axis=0, dtype=jnp.float32).astype(x.dtype) for x in (dq, dk))
+  d_decay, d_beta = (x.reshape(rows, heads, length) for x in (d_decay, d_beta))
+  return tuple(x.swapaxes(1, 2) for x in (dq, dk, dv, d_decay, d_beta)), d_state
+
+
+# -------------------------------------------------------------------- kernels
+
+
+def _exact(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+  """Computes an einsum of float32 matrices from three products in bfloat16, with an error of about 2^-16.
+
+  `Precision.HIGHEST` has six products, and the inverse of a chunk is most of the work.
+  """
+
+  def split(x):
+    high = x.astype(jnp.bfloat16)
+    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+
+  (x_high, x_low), (w_high, w_low) = split(x), split(w)
+  product = functools.partial(jnp.einsum, spec, preferred_element_type='float32')
+  return product(x_high, w_high) + (product(x_high, w_low) + product(x_low, w_high))
+
+
+def _chunk(settings: KernelSettings, runs_ref, run_before_ref) -> Callable:
+  """Returns (states before, q, k, v, log_decay, beta) -> (states after, outputs), for the heads of a program."""
+  exact = EXACT if settings.dtype == 'float32' else _exact
+  of_head = chunk_of_head(settings, exact, runs_ref[0], run_before_ref[0, 0])
+
+  def run(states, q, k, v, log_decay, beta):
+    def of_value_heads(x):  # [k, C, d] -> [h, C, d]
+      repeated = jnp.broadcast_to(x[:, None], (len(x), len(v) // len(x), *x.shape[1:]))
+      return repeated.reshape(len(v), *x.shape[1:])
+
+    return jax.vmap(of_head)(states, of_value_heads(q), of_value_heads(k), v, log_decay, beta)
+
+  return run
+
+
+def _terms(refs: Sequence) -> tuple[jax.Array, ...]:
+  """Returns q and k [k, C, d], v [h, C, e], log_decay and beta [h, C]."""
+  *qkv, log_decay_ref, beta_ref = refs
+  return *(ref[...] for ref in qkv), log_decay_ref[:, 0], beta_ref[:, 0]
+
+
+def _forward_kernel(*refs, settings: KernelSettings):
+  *term_refs, runs_ref, run_before_ref, first_state_ref, out_ref, state_ref = refs[:10]
+
+  @pl.when(pl.program_id(3) == 0)
+  def _():
+    state_ref[...] = first_state_ref[...]
+
+  state = state_ref[...]
+  for states_ref in refs[10:]:
+    states_ref[...] = state.astype(states_ref.dtype)
+  # Mosaic has no rule for functions with gradients of their own; `jax.vjp` replaces them by what they compute.
+  (state_ref[...], out), _ = jax.vjp(_chunk(settings, runs_ref, run_before_ref), state, *_terms(term_refs))
+  out_ref[...] = out.astype(out_ref.dtype)
+
+
+def _backward_kernel(*refs, settings: KernelSettings):
+  *term_refs, runs_ref, run_before_ref, states_ref, g_ref, last_g_state_ref = refs[:10]
+  *d_refs, d_decay_ref, d_beta_ref, g_state_ref = refs[10:]
+
+  @pl.when(pl.program_id(3) == 0)
+  def _():
+    g_state_ref[...] = last_g_state_ref[...]
+
+  chunk = _chunk(settings, runs_ref, run_before_ref)
+  _, vjp = jax.vjp(chunk, states_ref[...].astype(jnp.float32), *_terms(term_refs))
+  g_state_ref[...], *gradients, d_decay, d_beta = vjp((g_state_ref[...], g_ref[...].astype(jnp.float32)))
+  for ref, gradient in zip(d_refs, gradients, strict=True):
+    ref[...] = gradient.astype(ref.dtype)
+  d_decay_ref[:, 0], d_beta_ref[:, 0] = d_decay, d_beta
+
+
+# ---------------------------------------------------------------------- calls
+
+_TERM_BLOCKS = 'keys', 'keys', 'values', 'scalars', 'scalars'  # blocks of q, k, v, log_decay and beta, see `_blocks`
+
+
+def _split(kv_heads: int, heads: int) -> tuple[int, int, int]:
+  """Returns k, h and P, see the module."""
+  group = heads // kv_heads
+  of_key_head = max(n for n in range(1, _HEADS + 1) if group % n == 0)
+  if of_key_head < group:
+    return 1, of_key_head, group // of_key_head
+  k = max(n for n in range(1, _HEADS // group + 1) if kv_heads % n == 0)
+  return k, k * group, 1
+
+
+def _blocks(kv_heads: int, heads: int, size: int, width: int, at: Callable) -> dict[str, pl.BlockSpec]:
+  """Returns the blocks of arrays that the program (row, key heads, part of their value heads, chunk) reads or writes.
+
+  at: index of a program -> index of its chunk.
+  """
+  k, h, parts = _split(kv_heads, heads)
+  return {
+    'keys': pl.BlockSpec((None, k, CHUNK, size), lambda b, i, p, n: (b, i, at(n), 0)),
+    'values': pl.BlockSpec((None, h, CHUNK, width), lambda b, i, p, n: (b, i * parts + p, at(n), 0)),
+    'scalars': pl.BlockSpec((None, h, None, 1, CHUNK), lambda b, i, p, n: (b, i * parts + p, at(n), 0, 0)),
+    'runs': pl.BlockSpec((None, None, 1, CHUNK), lambda b, i, p, n: (b, at(n), 0, 0)),
+    'runs_before': pl.BlockSpec((None, None, 1, 1), lambda b, i, p, n: (b, at(n), 0, 0)),
+    'state': pl.BlockSpec((None, h, size, width), lambda b, i, p, n: (b, i * parts + p, 0, 0)),
+    'states': pl.BlockSpec((None, h, None, size, width), lambda b, i, p, n: (b, i * parts + p, at(n), 0, 0)),
+    # Each part of the value heads has its own gradient of the key heads.
+    'd_keys': pl.BlockSpec((None, None, k, CHUNK, size), lambda b, i, p, n: (p, b, i, at(n), 0)),
+  }
+
+
+def _call(
+  kernel: Callable, settings: KernelSettings, terms: Terms, runs: jax.Array, inputs: Sequence, outputs: Sequence
+):
+  """Calls a kernel with the terms, the runs, and further inputs (block, array); `outputs` are (block, shape, type)."""
+  (rows, length, kv_heads, size), (heads, width) = terms[1].shape, terms[2].shape[2:]
+  chunks = length // CHUNK
+  q, k, v, log_decay, beta = (x.swapaxes(1, 2) for x in terms)
+  log_decay, beta = (x.reshape(rows, heads, chunks, 1, CHUNK) for x in (log_decay, beta))
+  runs_before = jnp.pad(runs[:, CHUNK - 1 : -1 : CHUNK], ((0, 0), (1, 0)))
+  inputs = [
+    *zip(_TERM_BLOCKS, (q, k, v, log_decay, beta)),
+    ('runs', runs.reshape(rows, chunks, 1, CHUNK)),
+    ('runs_before', runs_before[..., None, None]),
+    *inputs,
+  ]
+  is_reversed, (k_heads, _, parts) = kernel is _backward_kernel, _split(kv_heads, heads)
+  blocks = _blocks(kv_heads, heads, size, width, at=lambda n: chunks - 1 - n if is_reversed else n)
+  return pl.pallas_call(
+    functools.partial(kernel, settings=settings),
+    grid=(rows, kv_heads // k_heads, parts, chunks),
+    in_specs=[blocks[name] for name, _ in inputs],
+    out_specs=[blocks[name] for name, *_ in outputs],
+    out_shape=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in outputs],
+    compiler_params=pltpu.CompilerParams(dimension_semantics=(*['parallel'] * 3, 'arbitrary')),
+    interpret=settings.interpret,
+    name=f'recurrence{kernel.__name__.removesuffix("_kernel")}',
+  )(*(x for _, x in inputs))
