@@ -1,9 +1,7 @@
 """The fused head (`losses.head`) equals arithmetic on all logits, and never materializes all logits."""
 
 import dataclasses
-import json
 import math
-import pathlib
 import re
 
 import jax
@@ -12,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from golden_losses import CASES, INPUTS
 
 from jaxpost import types
 from jaxpost.algorithms import sft
@@ -26,7 +25,6 @@ from jaxpost.stage.config import parse
 from jaxpost.types import Batch, TrainState
 
 B, T, D, V, REAL = 3, 10, 8, 24, 21
-GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden/losses.json').read_text())
 
 
 @pytest.fixture(scope='module')
@@ -122,12 +120,12 @@ def test_outputs_equal_those_of_all_logits_where_weights_are_not_zero(case, elem
 @pytest.mark.parametrize('peer', ['trl', 'verl'])
 def test_entropy_equals_that_of_peers(peer):
   """The head is the identity, so that the hidden states are the logits; 'collision' is checked beside it."""
-  logits = jnp.asarray(GOLDEN['inputs']['student_logits'], jnp.float32)
+  logits = jnp.asarray(INPUTS['student_logits'])
   rows, length, size = logits.shape
   config = plan(fn=None)._replace(vocab_size=size, reads=('entropy', 'collision'))
   labels = jnp.zeros((rows, length), int)
   outputs = head_lib.token_outputs(config, logits, jnp.eye(size), labels, jnp.ones((rows, length)))
-  np.testing.assert_allclose(outputs.entropy, GOLDEN['cases'][f'{peer}/entropy_from_logits'], rtol=2e-5)
+  np.testing.assert_allclose(outputs.entropy, CASES[f'{peer}/entropy_from_logits'], rtol=2e-5)
   squares = jnp.log(jnp.sum(jax.nn.softmax(logits) ** 2, axis=-1))
   np.testing.assert_allclose(outputs.collision, squares, rtol=1e-5)
 

@@ -5,26 +5,17 @@ test_losses_preferences.py, test_head.py, test_sft.py, test_distill.py and test_
 lists them.
 """
 
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from golden_losses import CASES, INPUTS, close
 
 from jaxpost.losses import importance, policy_gradient, surrogates
 from jaxpost.losses import values as values_lib
 from jaxpost.losses.policy_gradient import SurrogateOptions
 
-GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json').read_text())
-INPUTS = {k: np.array(v, np.float32) for k, v in GOLDEN['inputs'].items()}
-CASES = GOLDEN['cases']
 OLD, NEW, REF, GAINS, MASK = (INPUTS[k] for k in ('old', 'new', 'ref', 'adv_grpo_score2', 'mask'))
-
-
-def close(x, y):
-  return np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
 
 
 # The weight of each token under each way of averaging over a batch.

@@ -5,25 +5,17 @@ tests/golden/losses.json says where its values come from. test_losses.py names t
 
 import functools
 import itertools
-import json
-import pathlib
 
 import numpy as np
 import pytest
+from golden_losses import CASES, INPUTS, close
 
 from jaxpost import errors
 from jaxpost.algorithms import rft, rl_fields
 from jaxpost.losses import advantages, group_advantages, importance, token_advantages, turn_advantages, values
 
-GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json').read_text())
-INPUTS = {k: np.array(v, np.float32) for k, v in GOLDEN['inputs'].items()}
-CASES = GOLDEN['cases']
 OLD, SAMPLER, MASK, TOOLS, VALUES = (INPUTS[k] for k in ('old', 'roll', 'mask', 'mask_mt', 'values'))
 ALL_VALID = np.ones((2, 4), bool)
-
-
-def close(x, y):
-  return np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
 
 
 def on_last_token(scores, mask):

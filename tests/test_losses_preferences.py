@@ -3,27 +3,18 @@
 tests/golden/losses.json says where its figures come from; test_losses.py lists the files with its other cases.
 """
 
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from golden_losses import CASES, INPUTS, close
 
 from jaxpost.errors import InputError
 from jaxpost.losses import divergences, preferences
 from jaxpost.losses import pairs as pairs_lib
 from jaxpost.losses.pairs import Pairs, PreferenceOptions
 
-GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json').read_text())
-INPUTS = {k: np.array(v, np.float32) for k, v in GOLDEN['inputs'].items()}
-CASES = GOLDEN['cases']
 LENGTHS = INPUTS['pair_completion_mask'].sum(1)
-
-
-def close(x, y):
-  return np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
 
 
 def sigmoid(x):

@@ -6,7 +6,6 @@ Legend: B rows, T tokens a row.
 import contextlib
 import dataclasses
 import functools
-import json
 import pathlib
 import types
 
@@ -18,6 +17,7 @@ import pytest
 import rich.console
 import test_layouts
 import tiny
+from golden_losses import CASES, INPUTS, close
 
 import jaxpost
 from jaxpost.algorithms import ppo
@@ -36,9 +36,6 @@ from jaxpost.tools import inference
 from jaxpost.types import Experience, Outputs, Prompt, Rollout, RowShape, Update
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-GOLDEN = json.loads((ROOT / 'tests/golden/losses.json').read_text())
-INPUTS = {k: np.array(v, np.float32) for k, v in GOLDEN['inputs'].items()}
-close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6)
 
 
 def stage_config(**fields):
@@ -98,7 +95,7 @@ def test_credit_matches_gae_of_verl(case, mask):
   values = np.where(mask > 0, INPUTS['values'], np.nan)
   experience = graded(INPUTS['score2'], mask, sampled, values=values)
   credit = ppo.credit(experience, stage_config(rl=dict(gamma=0.99, lam=0.95)))
-  advantages, returns = np.array(GOLDEN['cases'][case]) * mask
+  advantages, returns = np.array(CASES[case]) * mask
   close(credit.arrays['advantages'], advantages)
   close(credit.arrays['returns'], returns)
   close(credit.arrays['values'], INPUTS['values'] * mask)

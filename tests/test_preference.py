@@ -5,15 +5,14 @@ Legend: M micro-batches, B rows, T tokens.
 
 import dataclasses
 import functools
-import json
 import math
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from golden_losses import CASES, INPUTS, close
 
 from jaxpost.algorithms import kto, online_dpo, preference
 from jaxpost.data import generated, packing, sources
@@ -27,11 +26,7 @@ from jaxpost.stage import algorithms
 from jaxpost.stage import config as config_lib
 from jaxpost.types import Batch, Outputs, TrainState
 
-GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json').read_text())
-INPUTS = {k: np.array(v, np.float32) for k, v in GOLDEN['inputs'].items()}
-CASES = GOLDEN['cases']
 METHODS = ('dpo', 'ld_dpo', 'wpo', 'orpo', 'cpo', 'simpo', 'kto')
-close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6)
 
 
 def settings(algorithm, **fields):

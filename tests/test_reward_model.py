@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import json
 import math
-import pathlib
 import random
 
 import jax
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from golden_losses import CASES, INPUTS
 
 import jaxpost
 from jaxpost.algorithms import grpo, reward_model
@@ -33,7 +33,6 @@ from jaxpost.stage import config as config_lib
 from jaxpost.storage import manifest
 from jaxpost.types import Batch, Outputs, Prompt, Rollout
 
-GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json').read_text())
 TASK = 'generated:arithmetic'
 KINDS = {'bradley_terry': 'pairs', 'regression': 'scores', 'process': 'steps'}
 TOKENIZER = tokenizer_lib.load('bytes')
@@ -147,12 +146,12 @@ def pair_batch(chosen, rejected, margin=0.0):
 
 @pytest.mark.parametrize('coef, name', [(0.0, 'bt'), (0.01, 'bt_center')])
 def test_bradley_terry_loss_matches_trl(coef, name):
-  outputs, batch = pair_batch(GOLDEN['inputs']['rm_chosen'], GOLDEN['inputs']['rm_rejected'])
+  outputs, batch = pair_batch(INPUTS['rm_chosen'], INPUTS['rm_rejected'])
   config = stage_config('bradley_terry', reward_model=dict(center_coef=coef))
   loss, rewards = reward_model.objective(config).fn(outputs, batch)
-  assert float(loss) == pytest.approx(GOLDEN['cases']['trlformula/rm_bt_center0.01'][name], rel=1e-5)
+  assert float(loss) == pytest.approx(CASES['trlformula/rm_bt_center0.01'][name], rel=1e-5)
   assert float(rewards['rewards/accuracies']) == 0.5 - 0.25 * (
-    np.sum(np.greater(*[GOLDEN['inputs'][f'rm_{k}'] for k in ('chosen', 'rejected')])) == 1
+    np.sum(np.greater(*[INPUTS[f'rm_{k}'] for k in ('chosen', 'rejected')])) == 1
   )
 
 

@@ -3,12 +3,12 @@
 import functools
 import http.server
 import json
-import pathlib
 import sys
 import threading
 import urllib.request
 
 import pytest
+from golden_losses import CASES
 
 from jaxpost.errors import InputError
 from jaxpost.rewards import format as forms
@@ -16,8 +16,6 @@ from jaxpost.rewards import length
 from jaxpost.rewards.groups import Group
 from jaxpost.rewards.pool import RewardPool
 from jaxpost.workers import call
-
-GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden/losses.json').read_text())['cases']
 
 
 def chat(text):
@@ -59,7 +57,7 @@ def test_think_format_equals_trl():
     '<think>\nno end',
     'no <think>a</think>',
   ]
-  assert forms.think_format(list(map(chat, texts))) == GOLDEN['trl/think_format']
+  assert forms.think_format(list(map(chat, texts))) == CASES['trl/think_format']
 
 
 @pytest.mark.parametrize(
@@ -186,7 +184,7 @@ def of_lengths(reward, *lengths):
 def test_overlong_equals_trl():
   """The expected rewards are those of TRL's get_soft_overlong_punishment(100, 20)."""
   reward = length.Overlong(max=100, buffer=20)
-  assert of_lengths(reward, 50, 80, 85, 90, 100, 101) == GOLDEN['trl/soft_overlong_max100_cache20']
+  assert of_lengths(reward, 50, 80, 85, 90, 100, 101) == CASES['trl/soft_overlong_max100_cache20']
   assert of_lengths(length.Overlong(100, 20, 0.5), 0, 90, 100, 900) == [0, -0.25, -0.5, -0.5]
   assert of_lengths(length.Overlong(100), 100, 101) == [0, -1]
 

@@ -2,10 +2,10 @@
 
 import fractions
 import json
-import pathlib
 import sys
 
 import pytest
+from golden_losses import CASES
 
 from jaxpost.errors import InputError
 from jaxpost.rewards import builtin
@@ -15,7 +15,6 @@ from jaxpost.rewards.groups import Group
 from jaxpost.rewards.pool import RewardPool
 
 F = fractions.Fraction
-GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden/losses.json').read_text())['cases']
 
 
 @pytest.mark.parametrize(
@@ -217,7 +216,7 @@ MATH = [
 
 def test_math_verify_rewards_alone_and_in_a_pool():
   """The first four rewards of MATH are those of TRL's accuracy_reward for the answer 63."""
-  assert [reward for _, _, reward in MATH[:4]] == GOLDEN['trl/accuracy_reward_gold63']
+  assert [reward for _, _, reward in MATH[:4]] == CASES['trl/accuracy_reward_gold63']
   pytest.importorskip('math_verify', reason="not installed: pip install -e '.[math]'")
   texts, answers, rewards = zip(*MATH)
   assert math_rewards.MathVerify()(texts, answers) == list(rewards)

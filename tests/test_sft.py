@@ -1,13 +1,11 @@
 """Tests of supervised fine-tuning: losses and gradients of the `config.nll` options, and SFT runs."""
 
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from golden_losses import CASES, INPUTS
 
 import jaxpost
 from jaxpost.algorithms import sft
@@ -20,7 +18,6 @@ from jaxpost.programs import train as programs
 from jaxpost.stage import config as config_lib
 from jaxpost.types import Batch
 
-GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden/losses.json').read_text())
 TASK = 'generated:arithmetic:max=99,ops=+'
 B, T = 4, 12
 
@@ -97,23 +94,19 @@ def test_gradient_is_independent_of_micro_batches_and_row_order(case, nll):
 
 def test_dft_matches_golden_value_of_trl():
   """The loss of DFT is -stop_gradient(p) log p, averaged over tokens."""
-  inputs = GOLDEN['inputs']
-  logits = np.array(inputs['student_logits'])
-  labels = np.array(inputs['kd_labels'])
-  logp = np.asarray(jax.nn.log_softmax(logits))
+  labels = INPUTS['kd_labels'].astype(int)
+  logp = np.asarray(jax.nn.log_softmax(INPUTS['student_logits']))
   is_target = np.concatenate([labels[:, 1:] >= 0, np.zeros((2, 1), bool)], axis=1)
   shifted = np.where(is_target, np.roll(labels, -1, axis=1), 0)
   logprobs = np.take_along_axis(logp, shifted[..., None], -1)[..., 0]
   loss, _ = objective(kind='dft').fn(head_lib.Outputs(logprobs=logprobs, entropy=logprobs), {})
-  assert float(loss[is_target].mean()) == pytest.approx(GOLDEN['cases']['trl/dft_loss'], rel=2e-5)
+  assert float(loss[is_target].mean()) == pytest.approx(CASES['trl/dft_loss'], rel=2e-5)
 
 
 def test_chunked_cross_entropy_matches_golden_values_of_torch_and_trl():
   """The loss is the mean over shifted labels."""
-  inputs = GOLDEN['inputs']
-  hidden = jnp.array(inputs['ce_hidden'], jnp.float32)
-  weight = jnp.array(inputs['ce_W'], jnp.float32)
-  labels = np.array(inputs['kd_labels'])
+  hidden, weight = jnp.array(INPUTS['ce_hidden']), jnp.array(INPUTS['ce_W'])
+  labels = INPUTS['kd_labels'].astype(int)
   is_target = np.concatenate([labels[:, 1:] >= 0, np.zeros((2, 1), bool)], axis=1)
   shifted = np.where(is_target, np.roll(labels, -1, axis=1), 0)
   plan = head_chunk.HeadConfig(objective().fn, 11, 1.0, tiny.EXACT, tiny.one_device())
@@ -121,7 +114,7 @@ def test_chunked_cross_entropy_matches_golden_values_of_torch_and_trl():
     plan, hidden, weight, jnp.asarray(shifted), jnp.asarray(is_target / is_target.sum(), jnp.float32), arrays={}
   )
   for name in ('torch/ref_ce_shifted_mean', 'trl/chunked_ce'):
-    expected = np.ravel(GOLDEN['cases'][name])[0]
+    expected = np.ravel(CASES[name])[0]
     assert float(loss) == pytest.approx(expected, rel=2e-5)
 
 
