@@ -66,6 +66,14 @@ def params(model):
   return tiny.params(model)
 
 
+@pytest.fixture(scope='session')
+def nano(tmp_path_factory):
+  """The folder of a tiny model. All tests of a process read it, and none writes to it."""
+  import tiny
+
+  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
+
+
 def pytest_addoption(parser):
   parser.addoption('--long', action='store_true', help='also run the tests that take long')
 

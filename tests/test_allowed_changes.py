@@ -15,11 +15,6 @@ from jaxpost.stage.schema import CHANGEABLE
 from jaxpost.tools import reproduce
 
 
-@pytest.fixture(scope='module')
-def model(tmp_path_factory):
-  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
-
-
 def few_low(completion_ids, **columns):
   return [-share for share in tiny.low_share(completion_ids)]
 
@@ -63,14 +58,14 @@ def nested(fields):
 
 
 @pytest.fixture(scope='module')
-def begun(model, tmp_path_factory):
+def begun(nano, tmp_path_factory):
   """begun(method) -> (its config, folder of its first 4 steps, rows of a run that is resumed without a change)."""
   runs = {}
 
   def make(method):
     if method not in runs:
       folder = tmp_path_factory.mktemp(method)
-      config = tiny.run_config(model, **nested(METHODS[method]))
+      config = tiny.run_config(nano, **nested(METHODS[method]))
       stages.run(tiny.merged(config, nested({'train.steps': 4})), folder / 'old')
       runs[method] = config, folder / 'old', resume(config, folder / 'old', folder / 'same', {})
     return runs[method]
@@ -129,8 +124,8 @@ def test_a_changed_field_takes_effect_at_the_next_step_and_keeps_what_was_traine
   assert changed[6]['loss'] != same[6]['loss']
 
 
-def test_changes_are_by_name_and_the_error_says_how(model, tmp_path):
-  config = tiny.run_config(model, train=dict(steps=1))
+def test_changes_are_by_name_and_the_error_says_how(nano, tmp_path):
+  config = tiny.run_config(nano, train=dict(steps=1))
   stages.run(config, tmp_path)
   slower = tiny.merged(config, dict(train=dict(steps=2), optim=dict(lr=1e-3)))
   with pytest.raises(
@@ -146,8 +141,8 @@ def test_changes_are_by_name_and_the_error_says_how(model, tmp_path):
     config_lib.parse(tiny.merged(slower, dict(save=dict(allow_changes=('seed',)))))
 
 
-def test_a_finished_stage_takes_no_change_and_the_error_names_the_one_that_trains(model, tmp_path):
-  both = tiny.run_config(model, stages=('one', 'two'), one={}, two={}, train=dict(steps=1))
+def test_a_finished_stage_takes_no_change_and_the_error_names_the_one_that_trains(nano, tmp_path):
+  both = tiny.run_config(nano, stages=('one', 'two'), one={}, two={}, train=dict(steps=1))
   stages.run(both, tmp_path)
   over = dict(optim=dict(lr=1e-3), save=dict(allow_changes=('optim.lr',)), two=dict(train=dict(steps=2)))
   with pytest.raises(InputError, match='config.optim.lr of one differs.* set config.two.optim.lr for two alone'):
@@ -163,8 +158,8 @@ def test_a_finished_stage_takes_no_change_and_the_error_names_the_one_that_train
     ('rollout.temperature', {'rollout.staleness': 1}),
   ],
 )
-def test_a_field_whose_state_the_checkpoint_keeps_cannot_change(key, state, model, tmp_path):
-  config = tiny.grpo_config(model, **nested({'train.steps': 1, 'rl.kl_coef': 0.1, 'rl.entropy_coef': 0.1} | state))
+def test_a_field_whose_state_the_checkpoint_keeps_cannot_change(key, state, nano, tmp_path):
+  config = tiny.grpo_config(nano, **nested({'train.steps': 1, 'rl.kl_coef': 0.1, 'rl.entropy_coef': 0.1} | state))
   stages.run(config, tmp_path)
   change = {key: few_low if key == 'reward' else 0.7, 'train.steps': 2, 'save.allow_changes': (key,)}
   with pytest.raises(InputError, match=f'config.{key} of grpo differs.*keeps what config.{next(iter(state))} has'):

@@ -14,17 +14,12 @@ TASK = 'generated:arithmetic{}:max=9,ops=+,size=12'
 QUIET = rich.console.Console(quiet=True)
 
 
-@pytest.fixture(scope='module')
-def model(tmp_path_factory):
-  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
-
-
 def evaluated(kind=''):
   return dict(data=dict(path=TASK.format(kind)), eval=dict(size=4, data=dict(path=TASK.format(kind))))
 
 
-def test_a_name_that_a_later_stage_lacks_is_refused_before_the_first_trains(model, tmp_path):
-  raw = tiny.run_config(model, **evaluated(), stages=('first', 'second'), save=dict(keep_best='loss'))
+def test_a_name_that_a_later_stage_lacks_is_refused_before_the_first_trains(nano, tmp_path):
+  raw = tiny.run_config(nano, **evaluated(), stages=('first', 'second'), save=dict(keep_best='loss'))
   raw |= dict(reward=tiny.low_share, first=dict(algorithm='sft'))
   raw['second'] = dict(algorithm='grpo', train=dict(row_length=0), eval=dict(samples=2))
   with pytest.raises(
@@ -52,8 +47,8 @@ def test_a_name_that_a_later_stage_lacks_is_refused_before_the_first_trains(mode
     ('reward_model', '_pairs', {}),
   ],
 )
-def test_the_known_names_are_those_of_an_evaluation(model, tmp_path, algorithm, kind, over):
-  raw = tiny.run_config(model, **tiny.merged(evaluated(kind), dict(algorithm=algorithm, train=dict(steps=1)) | over))
+def test_the_known_names_are_those_of_an_evaluation(nano, tmp_path, algorithm, kind, over):
+  raw = tiny.run_config(nano, **tiny.merged(evaluated(kind), dict(algorithm=algorithm, train=dict(steps=1)) | over))
   stages.run(raw, tmp_path, QUIET)
   *_, row = [row for row in metrics.read_rows(tmp_path / 'metrics.jsonl') if row['split'] == 'eval']
   method, config = next(iter(prepare.resolve_all(raw).values()))

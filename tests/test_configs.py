@@ -18,7 +18,6 @@ from jaxpost.losses import advantages
 from jaxpost.rollout import sampler_config
 from jaxpost.stage import algorithms
 from jaxpost.stage import config as schema
-from tests import tiny
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 FILES = sorted(f for f in (CLONE / 'configs').glob('*.py') if f.stem != '__init__')
@@ -110,14 +109,9 @@ def shrunk(name, model):
   return config
 
 
-@pytest.fixture(scope='module')
-def model(tmp_path_factory):
-  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
-
-
 @pytest.mark.parametrize('name', NAMES)
-def test_recipe_trains_a_step_offline(name, model, tmp_path):
-  config = shrunk(name, model)
+def test_recipe_trains_a_step_offline(name, nano, tmp_path):
+  config = shrunk(name, nano)
   summary = stages.run(config, tmp_path, rich.console.Console(quiet=True))
   for stage in schema.parse(config.to_dict()):
     assert summary[f'steps/{stage}'] == 1

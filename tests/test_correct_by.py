@@ -31,11 +31,6 @@ LENGTHS = [300, 380, 390, 400, 420, 300, 300, 310]  # of a group, in tokens: the
 TASK = 'generated:arithmetic:max=9,ops=+,split=train,correct=1'
 
 
-@pytest.fixture(scope='module')
-def model(tmp_path_factory):
-  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
-
-
 def stage_config(**fields):
   (config,) = config_lib.parse(tiny.merged(dict(algorithm='grpo'), fields)).values()
   return config
@@ -103,10 +98,10 @@ def test_sample_without_a_reward_has_no_verdict():
 
 
 @pytest.mark.parametrize('decides, missing', [('', 4), ('by_place', 0)])
-def test_dynamic_sampling_selects_groups_by_the_named_reward(model, decides, missing):
+def test_dynamic_sampling_selects_groups_by_the_named_reward(nano, decides, missing):
   """The total rewards of all groups differ, but without a name `never` decides, and no group is trained on."""
   rl = dict(dynamic_sampling=2, correct_by=decides)
-  _, stream = jaxpost.policy_and_stream(tiny.grpo_config(model, reward=(never, by_place), rl=rl))
+  _, stream = jaxpost.policy_and_stream(tiny.grpo_config(nano, reward=(never, by_place), rl=rl))
   try:
     item = next(stream)
   finally:
@@ -116,7 +111,7 @@ def test_dynamic_sampling_selects_groups_by_the_named_reward(model, decides, mis
   assert trained.any() == (not missing)
 
 
-def test_unfiltered_metrics_include_groups_that_dynamic_sampling_dropped(model, tmp_path):
+def test_unfiltered_metrics_include_groups_that_dynamic_sampling_dropped(nano, tmp_path):
   """The first round has one varied group of four, the second has four: the step trains on four of the five."""
   graded_sizes = []
 
@@ -126,7 +121,7 @@ def test_unfiltered_metrics_include_groups_that_dynamic_sampling_dropped(model, 
     return [float(i == 0 and len(graded_sizes) not in (2, 3, 4)) for i in range(len(completions))]
 
   (row,) = run(
-    tiny.grpo_config(model, reward=(right, always), rl=dict(dynamic_sampling=3), train=dict(steps=1)), tmp_path
+    tiny.grpo_config(nano, reward=(right, always), rl=dict(dynamic_sampling=3), train=dict(steps=1)), tmp_path
   )
   assert row['dynamic_sampling/rounds'] == 2
   assert (row['rewards/right/mean'], row['reward'], row['frac_reward_zero_std']) == (0.25, 1.25, 0)
@@ -135,18 +130,18 @@ def test_unfiltered_metrics_include_groups_that_dynamic_sampling_dropped(model, 
   assert row['frac_reward_zero_std/unfiltered'] == 3 / 8
 
 
-def test_without_dynamic_sampling_there_are_no_unfiltered_metrics(model, tmp_path):
-  (row,) = run(tiny.grpo_config(model, train=dict(steps=1)), tmp_path)
+def test_without_dynamic_sampling_there_are_no_unfiltered_metrics(nano, tmp_path):
+  (row,) = run(tiny.grpo_config(nano, train=dict(steps=1)), tmp_path)
   assert not [name for name in row if 'unfiltered' in name]
 
 
 # ---------------------------------------------------------------------- pass@k
 
 
-def test_pass_at_k_of_evaluation_is_by_the_named_reward(model, tmp_path):
+def test_pass_at_k_of_evaluation_is_by_the_named_reward(nano, tmp_path):
   """`never` decides unless `correct_by` names `always`; each reward also has a pass@k of its own."""
   held_out = dict(samples=2, size=4, data=dict(path=TASK))
-  base = tiny.grpo_config(model, reward=(never, always), eval=held_out, train=dict(steps=1))
+  base = tiny.grpo_config(nano, reward=(never, always), eval=held_out, train=dict(steps=1))
   *_, last = run(base, tmp_path / 'first')
   assert last['split'] == 'eval' and last['reward'] == 1
   assert [last[k] for k in ('pass@1', 'pass@2', 'pass@1/never', 'pass@1/always', 'pass@2/always')] == [0, 0, 0, 1, 1]
@@ -156,9 +151,9 @@ def test_pass_at_k_of_evaluation_is_by_the_named_reward(model, tmp_path):
   assert last['pass@1'] == 1 and last['pass@1/never'] == 0  # by the reward itself, whatever its weight
 
 
-def test_sft_run_reports_pass_at_k_by_its_first_reward(model, tmp_path):
+def test_sft_run_reports_pass_at_k_by_its_first_reward(nano, tmp_path):
   held_out = dict(samples=2, size=4, data=dict(path=TASK))
-  *_, last = run(tiny.run_config(model, reward=(always, never), eval=held_out, train=dict(steps=1)), tmp_path)
+  *_, last = run(tiny.run_config(nano, reward=(always, never), eval=held_out, train=dict(steps=1)), tmp_path)
   assert last['pass@1'] == 1 and last['pass@1/never'] == 0 and 'loss' in last
 
 
@@ -204,9 +199,9 @@ def test_rft_trains_on_the_correct_sample_with_the_highest_reward():
   assert credit.metrics['rft/dropped'] == 1
 
 
-def test_replay_of_recorded_rollouts_keeps_their_verdicts(model, tmp_path):
+def test_replay_of_recorded_rollouts_keeps_their_verdicts(nano, tmp_path):
   """A replay of an `rft` run with its recorded rewards keeps the same completions."""
-  base = tiny.grpo_config(model, algorithm='rft', reward=(never, by_place), train=dict(steps=1))
+  base = tiny.grpo_config(nano, algorithm='rft', reward=(never, by_place), train=dict(steps=1))
   base['log'] = dict(base['log'], rollouts_every=1)
   (row,) = run(base, tmp_path / 'run')
   again = base | dict(train_on_rollouts=str(tmp_path / 'run'), reward='')
@@ -238,31 +233,31 @@ def test_first_reward_function_decides_unless_another_is_named(over, model_grade
   assert sampling_inputs.correct_by(stage_config(**over), model_grades) == expected
 
 
-def test_correct_by_that_names_no_reward_is_refused(model):
-  config = tiny.grpo_config(model, reward='gsm8k,overlong?max=9', rl=dict(correct_by='gsm'))
+def test_correct_by_that_names_no_reward_is_refused(nano):
+  config = tiny.grpo_config(nano, reward='gsm8k,overlong?max=9', rl=dict(correct_by='gsm'))
   with pytest.raises(InputError, match="config.rl.correct_by: 'gsm' is not among the rewards: gsm8k, overlong"):
     prepare.prepare_all(config)
   with pytest.raises(InputError, match="'reward_model' is not among the rewards: gsm8k, overlong"):
     prepare.prepare_all(tiny.merged(config, dict(rl=dict(correct_by='reward_model'))))
 
 
-def test_evaluation_of_a_replay_without_a_reward_is_refused(model, tmp_path):
+def test_evaluation_of_a_replay_without_a_reward_is_refused(nano, tmp_path):
   config = tiny.grpo_config(
-    model, reward='', train_on_rollouts=str(tmp_path), eval=dict(samples=1, data=dict(path=TASK))
+    nano, reward='', train_on_rollouts=str(tmp_path), eval=dict(samples=1, data=dict(path=TASK))
   )
   with pytest.raises(InputError, match='config.reward: is empty'):
     prepare.prepare_all(config)
 
 
-def test_score_dataset_refuses_an_unknown_correct_by_before_sampling(model, tmp_path):
+def test_score_dataset_refuses_an_unknown_correct_by_before_sampling(nano, tmp_path):
   from jaxpost.tools import completions, inference
 
   data = tmp_path / 'data.jsonl'
   data.write_text(json.dumps(dict(prompt='1+1=', answer='2')) + '\n')
-  tokenizer_lib.load('bytes').save(model)
+  tokenizer_lib.load('bytes').save(nano)
   with pytest.raises(InputError, match="--correct_by: 'exact' is not among the rewards: exact_match"):
     score_dataset.measure(
-      inference.from_folder(model),
+      inference.from_folder(nano),
       score_dataset.read(str(data)),
       'exact_match',
       '',

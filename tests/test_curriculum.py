@@ -113,11 +113,6 @@ def is_even(answer, **columns):
   return [float(int(x) % 2 == 0) for x in answer]
 
 
-@pytest.fixture(scope='module')
-def folder(tmp_path_factory):
-  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
-
-
 def stream_of(folder, staleness):
   over = dict(data=dict(path='generated:arithmetic:max=99,ops=+,size=12'), rollout=dict(staleness=staleness))
   return jaxpost.policy_and_stream(tiny.grpo_config(folder, reward=is_even, rl=dict(curriculum='retire'), **over))[1]
@@ -125,8 +120,8 @@ def stream_of(folder, staleness):
 
 @pytest.mark.long
 @pytest.mark.parametrize('staleness', [0, 1])
-def test_run_retires_solved_prompts_and_resumes_exactly(folder, staleness):
-  stream, resumed = stream_of(folder, staleness), stream_of(folder, staleness)
+def test_run_retires_solved_prompts_and_resumes_exactly(nano, staleness):
+  stream, resumed = stream_of(nano, staleness), stream_of(nano, staleness)
   try:
     steps, state = [], None
     for n in range(8):
@@ -146,13 +141,13 @@ def test_run_retires_solved_prompts_and_resumes_exactly(folder, staleness):
     resumed.close()
 
 
-def test_new_pass_begins_when_all_rows_are_solved_or_too_long(folder, tmp_path):
+def test_new_pass_begins_when_all_rows_are_solved_or_too_long(nano, tmp_path):
   """Rows are read when they are drawn; every other row is too long, and all others are solved."""
   texts = ['x' * 60 if n % 2 else f'{n}+1=' for n in range(16)]
   (tmp_path / 'rows.jsonl').write_text(''.join(json.dumps(dict(prompt=text, answer='1')) + '\n' for text in texts))
   data = dict(path=str(tmp_path / 'rows.jsonl'), streaming=True, shuffle=False)
   over = dict(data=data, rl=dict(curriculum='retire'), rollout=dict(prompts=4))
-  _, stream = jaxpost.policy_and_stream(tiny.grpo_config(folder, reward=is_even, **over))
+  _, stream = jaxpost.policy_and_stream(tiny.grpo_config(nano, reward=is_even, **over))
   try:
     prompts = stream.prompts
     assert len([next(prompts) for _ in range(2)]) == 2
@@ -164,12 +159,12 @@ def test_new_pass_begins_when_all_rows_are_solved_or_too_long(folder, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize('kind', ['retire', 'prioritized'])
-def test_saving_a_checkpoint_does_not_change_the_draws(folder, kind):
+def test_saving_a_checkpoint_does_not_change_the_draws(nano, kind):
   """Replay is included, as it needs the rewards before the prompts of the next step are drawn."""
 
   def sampled(saved_at):
     over = dict(data=dict(path='generated:arithmetic:max=99,ops=+,size=6'), rollout=dict(staleness=2))
-    config = tiny.grpo_config(folder, reward=is_even, rl=dict(curriculum=kind, replay=50), train=dict(steps=30), **over)
+    config = tiny.grpo_config(nano, reward=is_even, rl=dict(curriculum=kind, replay=50), train=dict(steps=30), **over)
     _, stream = jaxpost.policy_and_stream(config)
     try:
       steps = []

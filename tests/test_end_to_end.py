@@ -32,11 +32,6 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 TASK = 'generated:arithmetic:max=99,ops=+'
 
 
-@pytest.fixture(scope='module')
-def model(tmp_path_factory):
-  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
-
-
 def rows(workdir, split='train', stage=None):
   return [
     r for r in metrics.read_rows(workdir / 'metrics.jsonl') if r['split'] == split and stage in (None, r['stage'])
@@ -61,11 +56,11 @@ def test_overfits_one_batch(tmp_path):
 
 
 @pytest.fixture(scope='module')
-def grpo_run(model, tmp_path_factory):
+def grpo_run(nano, tmp_path_factory):
   """(folder, summary, log messages) of GRPO with a reward in this process, which rewards low token ids."""
   workdir = tmp_path_factory.mktemp('grpo') / 'run'
   config = tiny.grpo_config(
-    model,
+    nano,
     train=dict(steps=20),
     optim=dict(lr=1e-2),
     rollout=dict(prompts=8, group_size=8, max_new_tokens=8),
@@ -136,19 +131,19 @@ def test_first_step_of_grpo_is_on_policy(grpo_run):
   assert first['clip_ratio/low_mean'] == first['clip_ratio/high_mean'] == 0
 
 
-def test_second_epoch_on_a_rollout_is_off_policy(model, tmp_path):
+def test_second_epoch_on_a_rollout_is_off_policy(nano, tmp_path):
   """A run checks that the first update of a rollout is on-policy; the metrics are those of the last update."""
-  config = tiny.grpo_config(model, rl=dict(epochs=2, kl_coef=0.01), train=dict(steps=2))
+  config = tiny.grpo_config(nano, rl=dict(epochs=2, kl_coef=0.01), train=dict(steps=2))
   jaxpost.run(config, tmp_path)
   first, second = rows(tmp_path)
   assert first['ratio'] != 1 and first['kl'] > 0
   assert second['sampler_mismatch'] > 1
 
 
-def test_stage_starts_from_weights_of_the_previous_stage(model, tmp_path):
+def test_stage_starts_from_weights_of_the_previous_stage(nano, tmp_path):
   """Its first evaluation and samples equal the last ones of the stage before, and its reference has these weights."""
   config = tiny.grpo_config(
-    model,
+    nano,
     stages=('one', 'two', 'online'),
     train=dict(steps=6),
     optim=dict(lr=1e-2),
@@ -191,8 +186,8 @@ print(json.dumps([children, sorted(
 """
 
 
-def test_sft_imports_nothing_of_rl(model, tmp_path):
-  config = tiny.run_config(model, train=dict(steps=2), eval=dict(data=dict(path=f'{TASK},split=test,size=8')))
+def test_sft_imports_nothing_of_rl(nano, tmp_path):
+  config = tiny.run_config(nano, train=dict(steps=2), eval=dict(data=dict(path=f'{TASK},split=test,size=8')))
   (tmp_path / 'config.json').write_text(json.dumps(config))
   out = subprocess.run(
     [sys.executable, '-c', IMPORTED, str(tmp_path / 'config.json'), str(tmp_path / 'run'), str(ROOT)],

@@ -74,11 +74,6 @@ def correct(completions, answer, **columns):
   return [float(text.strip().endswith(str(a))) for text, a in zip(texts, answer)]
 
 
-@pytest.fixture(scope='module')
-def folder(tmp_path_factory):
-  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
-
-
 def config_of(folder, **over):
   base = dict(
     data=dict(path='generated:arithmetic:max=99,ops=+,size=12,correct=1'),
@@ -89,8 +84,8 @@ def config_of(folder, **over):
 
 
 @pytest.fixture(scope='module')
-def item(folder):
-  _, stream = jaxpost.policy_and_stream(config_of(folder))
+def item(nano):
+  _, stream = jaxpost.policy_and_stream(config_of(nano))
   try:
     yield next(stream)
   finally:
@@ -126,8 +121,8 @@ def test_metrics_are_of_the_samples_without_the_expert(item):
   assert info['masked_samples'] == 0
 
 
-def test_metrics_of_a_source_are_of_its_samples_without_the_expert(folder):
-  _, stream = jaxpost.policy_and_stream(config_of(folder, rl=dict(sources=('sums',))))
+def test_metrics_of_a_source_are_of_its_samples_without_the_expert(nano):
+  _, stream = jaxpost.policy_and_stream(config_of(nano, rl=dict(sources=('sums',))))
   try:
     info = next(stream).info
   finally:
@@ -139,16 +134,16 @@ def test_metrics_of_a_source_are_of_its_samples_without_the_expert(folder):
 
 
 @pytest.mark.long
-def test_run_trains_on_the_expert_where_all_samples_are_wrong(folder, tmp_path):
+def test_run_trains_on_the_expert_where_all_samples_are_wrong(nano, tmp_path):
   """The run has staleness, dynamic sampling and minibatches. The first step is on-policy, and resuming is bitwise."""
   over = dict(
     rl=dict(minibatches=2, dynamic_sampling=2), rollout=dict(staleness=1), train=dict(steps=2), optim=dict(lr=1e-3)
   )
-  jaxpost.run(config_of(folder, **over), tmp_path / 'run')
+  jaxpost.run(config_of(nano, **over), tmp_path / 'run')
   rows = [row for row in metrics.read_rows(tmp_path / 'run' / 'metrics.jsonl') if row['split'] == 'train']
   assert [row['expert/reward'] for row in rows] == [1, 1]
   assert [row['skipped_updates'] for row in rows] == [0, 0] and all(row['grad_norm'] > 0 for row in rows)
-  streams = [jaxpost.policy_and_stream(config_of(folder, **over))[1] for _ in range(2)]
+  streams = [jaxpost.policy_and_stream(config_of(nano, **over))[1] for _ in range(2)]
   try:
     next(streams[0])
     streams[1].restore(json.loads(json.dumps(streams[0].state())))
@@ -179,14 +174,14 @@ def test_expert_is_refused_with_incompatible_options(over):
     method.check(config_lib.resolve(next(iter(config_lib.parse(over).values())), method.defaults))
 
 
-def test_rows_without_a_completion_are_refused(folder, tmp_path):
+def test_rows_without_a_completion_are_refused(nano, tmp_path):
   (tmp_path / 'rows.jsonl').write_text(json.dumps(dict(prompt='1+1=', answer='2')) + '\n')
   with pytest.raises(InputError, match='completion'):
     over = dict(data=dict(path=str(tmp_path / 'rows.jsonl')), rollout=dict(max_prompt_length=64))
-    jaxpost.policy_and_stream(config_of(folder, **over))
+    jaxpost.policy_and_stream(config_of(nano, **over))
 
 
-def test_chat_that_ends_with_a_user_turn_is_refused(folder, tmp_path):
+def test_chat_that_ends_with_a_user_turn_is_refused(nano, tmp_path):
   chat = [dict(role='user', content='a'), dict(role='assistant', content='b'), dict(role='user', content='c')]
   for row, message in (
     (dict(messages=chat, answer='b'), 'ends with a turn of the user, so it has no answer'),
@@ -196,4 +191,4 @@ def test_chat_that_ends_with_a_user_turn_is_refused(folder, tmp_path):
     (tmp_path / 'rows.jsonl').write_text(json.dumps(row) + '\n')
     over = dict(data=dict(path=str(tmp_path / 'rows.jsonl')), rollout=dict(max_prompt_length=64))
     with pytest.raises(InputError, match=f'rows.jsonl:1: messages: {message}'):
-      jaxpost.policy_and_stream(config_of(folder, **over))
+      jaxpost.policy_and_stream(config_of(nano, **over))

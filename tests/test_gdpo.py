@@ -25,15 +25,10 @@ def large_reward(completions, **columns):
   return [100.0 * ((3 * i + 1) % 4) for i in range(len(completions))]
 
 
-@pytest.fixture(scope='module')
-def model(tmp_path_factory):
-  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
-
-
-def test_weights_apply_after_each_reward_is_normalized(model):
+def test_weights_apply_after_each_reward_is_normalized(nano):
   weights = (1.0, -0.25)
   config = tiny.grpo_config(
-    model, reward=(position_reward, large_reward), reward_weights=weights, rl=dict(advantage='gdpo')
+    nano, reward=(position_reward, large_reward), reward_weights=weights, rl=dict(advantage='gdpo')
   )
   _, stream = jaxpost.policy_and_stream(config)
   try:

@@ -472,30 +472,25 @@ def test_methods_that_a_reward_model_cannot_grade_are_refused(name, message):
 # ------------------------------------------------------------ whole runs
 
 
-@pytest.fixture(scope='module')
-def model(tmp_path_factory):
-  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
-
-
 def run(config, workdir):
   jaxpost.run(config, workdir)
   return [row for row in metrics.read_rows(workdir / 'metrics.jsonl') if row['split'] == 'train']
 
 
 @pytest.mark.parametrize('name', METHODS)
-def test_every_method_runs_and_its_first_step_is_on_policy(name, model, tmp_path):
+def test_every_method_runs_and_its_first_step_is_on_policy(name, nano, tmp_path):
   """The run itself checks its first step: the ratio is 1, the KL is 0, and nothing is clipped."""
   kl = {} if name == 'dapo' else dict(kl_coef=0.01)
-  first, second = run(tiny.grpo_config(model, algorithm=name, train=dict(steps=2), rl=kl), tmp_path)
+  first, second = run(tiny.grpo_config(nano, algorithm=name, train=dict(steps=2), rl=kl), tmp_path)
   assert first['sampler_mismatch'] == pytest.approx(1, abs=1e-5)
   assert first['ratio'] == pytest.approx(1, abs=1e-5)
   assert first['grad_norm'] > 0 and np.isfinite(second['loss'])
 
 
 @pytest.mark.parametrize('loss', ['clip', 'gspo'])
-def test_metrics_are_means_for_any_sum_of_the_loss_weights(loss, model):
+def test_metrics_are_means_for_any_sum_of_the_loss_weights(loss, nano):
   """Halved weights, as of completions that are shorter than the constant of Dr. GRPO, leave the ratio at 1."""
-  policy, stream = jaxpost.policy_and_stream(tiny.grpo_config(model, algorithm='dr_grpo', rl=dict(loss=loss)))
+  policy, stream = jaxpost.policy_and_stream(tiny.grpo_config(nano, algorithm='dr_grpo', rl=dict(loss=loss)))
   try:
     ((_, batch),) = next(stream).updates
   finally:
@@ -505,9 +500,9 @@ def test_metrics_are_means_for_any_sum_of_the_loss_weights(loss, model):
   assert float(metrics_['entropy']) > 1
 
 
-def test_every_minibatch_of_every_epoch_is_an_update(model):
+def test_every_minibatch_of_every_epoch_is_an_update(nano):
   """Two epochs of four minibatches are eight updates, and the loss weights of each sum to 1."""
-  policy, stream = jaxpost.policy_and_stream(tiny.grpo_config(model, rl=dict(epochs=2, minibatches=4)))
+  policy, stream = jaxpost.policy_and_stream(tiny.grpo_config(nano, rl=dict(epochs=2, minibatches=4)))
   try:
     item = next(stream)
   finally:
@@ -528,9 +523,9 @@ def test_every_minibatch_of_every_epoch_is_an_update(model):
   [dict(minibatches=2), dict(epochs=3), dict(minibatches=2, old_policy='sampler')],
   ids=['two', 'epochs', 'sampler'],
 )
-def test_movement_within_a_step_is_no_mismatch_of_the_sampler(rl, model, tmp_path):
+def test_movement_within_a_step_is_no_mismatch_of_the_sampler(rl, nano, tmp_path):
   """The sampler is compared with the policy before the first update of its rollout, the old policy of TRL and verl."""
-  rows = run(tiny.grpo_config(model, train=dict(steps=2), optim=dict(lr=3e-2), rl=rl), tmp_path)
+  rows = run(tiny.grpo_config(nano, train=dict(steps=2), optim=dict(lr=3e-2), rl=rl), tmp_path)
   assert all(abs(row['ratio'] - 1) > 0.01 for row in rows)
   for row in rows:
     assert row['sampler_mismatch'] == pytest.approx(1, abs=1e-5)
@@ -543,9 +538,9 @@ def ends_with_even(completion_ids, **columns):
   return [float(ids[-1] % 2 == 0) for ids in completion_ids]
 
 
-def test_dynamic_sampling_fills_the_batch_with_varied_groups(model, tmp_path):
+def test_dynamic_sampling_fills_the_batch_with_varied_groups(nano, tmp_path):
   base = tiny.grpo_config(
-    model, reward=ends_with_even, train=dict(steps=3), rollout=dict(prompts=8, group_size=2, max_new_tokens=2)
+    nano, reward=ends_with_even, train=dict(steps=3), rollout=dict(prompts=8, group_size=2, max_new_tokens=2)
   )
   plain = run(tiny.merged(base, dict(rl=dict(dynamic_sampling=0))), tmp_path / 'plain')
   filled = run(tiny.merged(base, dict(rl=dict(dynamic_sampling=20))), tmp_path / 'filled')
@@ -555,18 +550,18 @@ def test_dynamic_sampling_fills_the_batch_with_varied_groups(model, tmp_path):
     assert row['dynamic_sampling/rounds'] >= 1
 
 
-def test_dynamic_sampling_warns_when_no_group_is_varied(model, tmp_path, caplog):
+def test_dynamic_sampling_warns_when_no_group_is_varied(nano, tmp_path, caplog):
   def constant(completions, **columns):
     return [1.0] * len(completions)
 
-  (row,) = run(tiny.grpo_config(model, reward=constant, train=dict(steps=1), rl=dict(dynamic_sampling=3)), tmp_path)
+  (row,) = run(tiny.grpo_config(nano, reward=constant, train=dict(steps=1), rl=dict(dynamic_sampling=3)), tmp_path)
   assert row['dynamic_sampling/rounds'] == 3
   assert row['dynamic_sampling/missing'] == 4
   assert '0 of 4 groups differ in reward constant after 3 rounds' in caplog.text
   assert row['empty_updates'] == 1 and 'grad_norm' not in row  # a mean over no token
 
 
-def test_groups_that_only_fill_up_a_batch_are_not_trained(model):
+def test_groups_that_only_fill_up_a_batch_are_not_trained(nano):
   """The rewards of only one group of four differ: only its four sequences have loss weights."""
   graded_sizes = []
 
@@ -576,7 +571,7 @@ def test_groups_that_only_fill_up_a_batch_are_not_trained(model):
     return [float(i if len(graded_sizes) == 1 else 1) for i in range(len(completions))]
 
   policy, stream = jaxpost.policy_and_stream(
-    tiny.grpo_config(model, reward=one_group, rl=dict(dynamic_sampling=1, kl_coef=0.1))
+    tiny.grpo_config(nano, reward=one_group, rl=dict(dynamic_sampling=1, kl_coef=0.1))
   )
   try:
     item = next(stream)

@@ -160,11 +160,6 @@ def test_reward_sum_is_the_verdict_where_deciding_reward_does_not_grade():
   np.testing.assert_array_equal(verdicts, [[1, 0], [0.2, 0.7], [np.nan, np.nan], [np.nan, np.nan]])
 
 
-@pytest.fixture(scope='module')
-def folder(tmp_path_factory):
-  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
-
-
 def write(path, rows):
   path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
   return str(path)
@@ -189,8 +184,8 @@ def summarize(item):
 
 
 @pytest.mark.parametrize('over', [{}, dict(rollout=dict(staleness=1))])
-def test_a_run_mixes_and_resumes_bit_for_bit(folder, tmp_path, over):
-  raw = run_config(folder, tmp_path, **over)
+def test_a_run_mixes_and_resumes_bit_for_bit(nano, tmp_path, over):
+  raw = run_config(nano, tmp_path, **over)
   stream, resumed = (jaxpost.policy_and_stream(raw)[1] for _ in range(2))
   try:
     steps, state = [], None
@@ -226,18 +221,16 @@ def test_a_run_mixes_and_resumes_bit_for_bit(folder, tmp_path, over):
     resumed.close()
 
 
-def test_sources_have_the_shares_of_their_weights(folder, tmp_path):
-  (prepared,) = prepare.prepare_all(run_config(folder, tmp_path))
+def test_sources_have_the_shares_of_their_weights(nano, tmp_path):
+  (prepared,) = prepare.prepare_all(run_config(nano, tmp_path))
   prepared.close()
   names = [prepared.data.stream.prompt(i).source['name'] for i in range(400)]
   assert names.count('sums') == 300
 
 
-def test_a_source_without_the_column_of_its_reward_is_refused(folder, tmp_path):
+def test_a_source_without_the_column_of_its_reward_is_refused(nano, tmp_path):
   with pytest.raises(InputError, match='style'):
-    prepare.prepare_all(
-      run_config(folder, tmp_path, rl=dict(sources=('sums?rewards=right+short', 'chat?rewards=short')))
-    )
+    prepare.prepare_all(run_config(nano, tmp_path, rl=dict(sources=('sums?rewards=right+short', 'chat?rewards=short'))))
 
 
 @pytest.mark.parametrize(
@@ -250,23 +243,23 @@ def test_a_source_without_the_column_of_its_reward_is_refused(folder, tmp_path):
     (('sums', 'chat'), dict(eval=dict(samples=1, data=dict(path='a + b + c'))), 'has 2 entries for 3 sources'),
   ],
 )
-def test_a_plan_refuses_what_a_run_refuses(folder, tmp_path, entries, over, message):
-  raw = run_config(folder, tmp_path, rl=dict(sources=entries), **over)
+def test_a_plan_refuses_what_a_run_refuses(nano, tmp_path, entries, over, message):
+  raw = run_config(nano, tmp_path, rl=dict(sources=entries), **over)
   with pytest.raises(InputError, match=f'config.rl.sources: .*{message}'):
     dry_run.prepare_all(raw)
 
 
-def test_a_plan_takes_sources_that_a_run_takes(folder, tmp_path):
+def test_a_plan_takes_sources_that_a_run_takes(nano, tmp_path):
   over = dict(samples=1, data=dict(path='one source for all entries'))
-  dry_run.prepare_all(run_config(folder, tmp_path, eval=over))
-  dry_run.prepare_all(tiny.merged(run_config(folder, tmp_path), dict(data=dict(path=''))))  # a plan needs no data
+  dry_run.prepare_all(run_config(nano, tmp_path, eval=over))
+  dry_run.prepare_all(tiny.merged(run_config(nano, tmp_path), dict(data=dict(path=''))))  # a plan needs no data
 
 
-def test_held_out_source_without_column_of_its_reward_is_refused(folder, tmp_path):
+def test_held_out_source_without_column_of_its_reward_is_refused(nano, tmp_path):
   right_rows = write(tmp_path / 'held.jsonl', [{'prompt': '1+1=', 'answer': '2'}])
   for name, row in ('styled', {'prompt': 'say 1', 'style': 'terse'}), ('bare', {'prompt': 'say 1'}):
     path = f'{right_rows} + {write(tmp_path / f"{name}.jsonl", [row])}'
-    raw = run_config(folder, tmp_path, eval=dict(samples=1, size=2, data=dict(path=path)))
+    raw = run_config(nano, tmp_path, eval=dict(samples=1, size=2, data=dict(path=path)))
     if name == 'styled':
       prepare.prepare_all(raw)[0].close()
       continue
@@ -326,11 +319,11 @@ def test_policy_gradient_uses_temperature_of_each_source():
 
 
 @pytest.mark.long
-def test_a_run_with_two_temperatures_is_on_policy(folder, tmp_path):
+def test_a_run_with_two_temperatures_is_on_policy(nano, tmp_path):
   """Sampler, old policy and reference agree at the temperature of each source."""
   entries = ('sums?rewards=right&temperature=0.4', 'chat?rewards=short')
   over = dict(rl=dict(sources=entries, kl_coef=0.1, importance=('token_truncated',)), train=dict(steps=2))
-  raw = run_config(folder, tmp_path, rollout=dict(temperature=1.5), **over)
+  raw = run_config(nano, tmp_path, rollout=dict(temperature=1.5), **over)
   _, stream = jaxpost.policy_and_stream(raw)
   try:
     experience = next(stream).experience

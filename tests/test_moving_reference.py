@@ -64,11 +64,6 @@ def test_reset_optimizer_restarts_moments_but_not_the_schedule(name):
   np.testing.assert_allclose(updates['x'], expected['x'], rtol=1e-6)
 
 
-@pytest.fixture(scope='module')
-def folder(tmp_path_factory):
-  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
-
-
 def rows_of(folder, workdir, **over):
   config = tiny.run_config(folder, reference=dict(every=2), save=dict(every=3, export=False), **over)
   jaxpost.run(config, workdir, rich.console.Console(quiet=True))
@@ -77,22 +72,22 @@ def rows_of(folder, workdir, **over):
 
 @pytest.mark.long
 @pytest.mark.parametrize('rank', [0, 2])
-def test_a_reset_makes_policy_and_reference_equal(folder, tmp_path, rank):
+def test_a_reset_makes_policy_and_reference_equal(nano, tmp_path, rank):
   """The loss of DPO is log 2 while they are equal. A resumed run continues with the reference of its checkpoint."""
   over = dict(algorithm='dpo', data=dict(path='generated:arithmetic_pairs:max=99,ops=+,size=40'), lora=dict(rank=rank))
-  rows = rows_of(folder, tmp_path / 'whole', **over, train=dict(steps=6))
+  rows = rows_of(nano, tmp_path / 'whole', **over, train=dict(steps=6))
   equal = {step: abs(row['loss'] - np.log(2)) < 1e-5 for step, row in rows.items()}
   assert equal == {1: True, 2: False, 3: True, 4: False, 5: True, 6: False}
-  rows_of(folder, tmp_path / 'parts', **over, train=dict(steps=3))
-  resumed = rows_of(folder, tmp_path / 'parts', **over, train=dict(steps=6))
+  rows_of(nano, tmp_path / 'parts', **over, train=dict(steps=3))
+  resumed = rows_of(nano, tmp_path / 'parts', **over, train=dict(steps=6))
   assert resumed[4]['loss'] == rows[4]['loss'] and resumed[6]['loss'] == rows[6]['loss']
 
 
 @pytest.mark.long
-def test_reset_sets_the_kl_of_grpo_to_zero(folder, tmp_path):
+def test_reset_sets_the_kl_of_grpo_to_zero(nano, tmp_path):
   rollout = dict(prompts=4, group_size=4, max_prompt_length=32, max_new_tokens=8)
   over = dict(reward='regex_match?pattern=[aeiou]', rl=dict(kl_coef=0.1), rollout=rollout)
-  rows = rows_of(folder, tmp_path, algorithm='grpo', **over, train=dict(steps=4, row_length=0))
+  rows = rows_of(nano, tmp_path, algorithm='grpo', **over, train=dict(steps=4, row_length=0))
   assert [rows[n]['kl'] < 1e-6 for n in (1, 2, 3, 4)] == [True, False, True, False]
 
 

@@ -46,11 +46,6 @@ ALGORITHM = Algorithm(objective, render=sft.render_text)
 QUIET = rich.console.Console(quiet=True)
 
 
-@pytest.fixture(scope='module')
-def model(tmp_path_factory):
-  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
-
-
 def poisoned(model, folder, limit, **overrides):
   """Returns a config of the algorithm `POISON` with this limit."""
   folder.mkdir(exist_ok=True)  # a folder for each limit, since a module is loaded only once
@@ -93,9 +88,9 @@ def test_sampler_and_trainer_are_compared_in_the_first_update_that_trains_a_toke
   assert row == {'sampler_mismatch': 1.0, 'ratio': 1.5, 'empty_updates': 1}
 
 
-def test_nan_step_changes_no_state_and_names_rows_and_terms(model, tmp_path):
-  limit, row = limit_and_worst_row(model, tmp_path)
-  policy, item = first_step(poisoned(model, tmp_path, limit))
+def test_nan_step_changes_no_state_and_names_rows_and_terms(nano, tmp_path):
+  limit, row = limit_and_worst_row(nano, tmp_path)
+  policy, item = first_step(poisoned(nano, tmp_path, limit))
   before = jax.tree.map(np.array, policy.state)
   figures = policy.update(item.updates[0][1])
   assert float(figures['skipped_updates']) == 1
@@ -122,8 +117,8 @@ def test_explanation_handles_arrays_with_several_numbers_per_token():
   assert text == '; not finite: policy loss, values in rows 1, top in rows 2'
 
 
-def test_the_run_stops_at_the_limit_and_saves_no_nan(model, tmp_path):
-  config = poisoned(model, tmp_path, 0.5, optim=dict(max_skipped=3), save=dict(every=2))
+def test_the_run_stops_at_the_limit_and_saves_no_nan(nano, tmp_path):
+  config = poisoned(nano, tmp_path, 0.5, optim=dict(max_skipped=3), save=dict(every=2))
   with pytest.raises(
     FloatingPointError, match=(r'about 3 steps up to 3.*not finite: policy .*trap in rows 0, 1, 2, 3')
   ):
@@ -159,9 +154,9 @@ def test_skipped_steps_between_good_steps_count():
       progress.log_pending()
 
 
-def test_run_without_rewards_warns_that_updates_are_empty(model, tmp_path):
+def test_run_without_rewards_warns_that_updates_are_empty(nano, tmp_path):
   """The reward is always None: each row of metrics counts the empty update, and warnings explain it from step 1 on."""
-  config = tiny.grpo_config(model, reward=no_reward, train=dict(steps=11))
+  config = tiny.grpo_config(nano, reward=no_reward, train=dict(steps=11))
   summary = jaxpost.run(config, tmp_path, QUIET)
   assert {w['kind'] for w in summary['warnings']} <= {'start', 'ungraded', 'empty', 'clipped'}
   (warning,) = (w for w in summary['warnings'] if w['kind'] == 'empty')
@@ -190,9 +185,9 @@ def with_value(tree, name, value):
 
 @pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize('name', ['mu', 'nu'])
-def test_an_update_whose_new_state_is_not_finite_is_not_applied(model, name, value):
+def test_an_update_whose_new_state_is_not_finite_is_not_applied(nano, name, value):
   """The loss and the gradient are finite, and the state of the optimizer is not."""
-  policy, item = first_step(tiny.run_config(model, algorithm='sft'))
+  policy, item = first_step(tiny.run_config(nano, algorithm='sft'))
   policy.state = policy.state.replace(opt_state=with_value(policy.state.opt_state, name, value))
   before = jax.tree.map(np.array, policy.state)
   figures = policy.update(item.updates[0][1])
@@ -201,9 +196,9 @@ def test_an_update_whose_new_state_is_not_finite_is_not_applied(model, name, val
 
 
 @pytest.mark.parametrize('name', ['adamw', 'muon'])  # muon has no trial step
-def test_weights_that_would_overflow_are_not_written(model, monkeypatch, name):
+def test_weights_that_would_overflow_are_not_written(nano, monkeypatch, name):
   monkeypatch.setattr(optim, 'make_optimizer', lambda *unused: optax.sgd(float('inf')))
-  policy, item = first_step(tiny.run_config(model, algorithm='sft', optim=dict(name=name)))
+  policy, item = first_step(tiny.run_config(nano, algorithm='sft', optim=dict(name=name)))
   before = jax.tree.map(np.array, policy.state)
   assert float(policy.update(item.updates[0][1])['skipped_updates']) == 1
   jax.tree.map(np.testing.assert_array_equal, before, policy.state)
@@ -225,7 +220,7 @@ def spoil_update(monkeypatch, number, spoil, only=lambda role: True):
 
 @pytest.mark.parametrize('lora', [dict(), dict(rank=2)], ids=['all weights', 'adapters'])
 @pytest.mark.parametrize('part, name', [('params', ''), ('opt_state', 'mu'), ('opt_state', 'nu')])
-def test_a_state_that_is_not_finite_is_never_saved(model, tmp_path, monkeypatch, lora, part, name):
+def test_a_state_that_is_not_finite_is_never_saved(nano, tmp_path, monkeypatch, lora, part, name):
   """Each step is saved; the state turns NaN in memory after the second step."""
 
   def spoil(role, batch):
@@ -233,7 +228,7 @@ def test_a_state_that_is_not_finite_is_never_saved(model, tmp_path, monkeypatch,
     return batch
 
   spoil_update(monkeypatch, 3, spoil)
-  config = tiny.run_config(model, algorithm='sft', lora=lora, train=dict(steps=6), save=dict(every=1))
+  config = tiny.run_config(nano, algorithm='sft', lora=lora, train=dict(steps=6), save=dict(every=1))
   with pytest.raises(FloatingPointError, match=f'sft: at step 3: not finite and not saved: policy/{part}/.*earlier'):
     jaxpost.run(config, tmp_path / 'run', QUIET)
   assert finished_steps(tmp_path / 'run/checkpoints/sft') == [2, 1]
@@ -256,10 +251,10 @@ SPOILED = {  # config, whether the critic is spoiled, part of the state, a name 
 
 
 @pytest.mark.parametrize('what', SPOILED)
-def test_critic_router_or_loss_scale_that_is_not_finite_is_never_saved(model, tmp_path, monkeypatch, what):
+def test_critic_router_or_loss_scale_that_is_not_finite_is_never_saved(nano, tmp_path, monkeypatch, what):
   overrides, of_critic, part, name, value = SPOILED[what]
   make = tiny.grpo_config if overrides['algorithm'] == 'ppo' else tiny.run_config
-  folder = sparse_model(tmp_path) if 'router' in what else model
+  folder = sparse_model(tmp_path) if 'router' in what else nano
   config = tiny.merged(make(folder, train=dict(steps=5), save=dict(every=1)), overrides)
 
   def spoil(role, batch):
@@ -278,11 +273,11 @@ def test_critic_router_or_loss_scale_that_is_not_finite_is_never_saved(model, tm
 
 
 @pytest.mark.parametrize('top_k', [0, 3])
-def test_step_with_nan_from_the_teacher_is_skipped(model, tmp_path, monkeypatch, top_k):
+def test_step_with_nan_from_the_teacher_is_skipped(nano, tmp_path, monkeypatch, top_k):
   config = tiny.run_config(
-    model,
+    nano,
     algorithm='distill',
-    distill=dict(teachers=(model,), top_k=top_k),
+    distill=dict(teachers=(nano,), top_k=top_k),
     train=dict(steps=4),
     save=dict(every=1, keep=9),
   )
@@ -305,8 +300,8 @@ def test_step_with_nan_from_the_teacher_is_skipped(model, tmp_path, monkeypatch,
 
 @pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
-def test_weights_that_are_not_finite_are_refused_by_name(model, tmp_path, dtype, value):
-  shutil.copytree(model, tmp_path / 'bad')
+def test_weights_that_are_not_finite_are_refused_by_name(nano, tmp_path, dtype, value):
+  shutil.copytree(nano, tmp_path / 'bad')
   file = tmp_path / 'bad/model.safetensors'
   tensors = {k: v.astype(dtype) for k, v in safetensors.numpy.load_file(file).items()}
   name = 'model.layers.0.mlp.up_proj.weight'

@@ -63,18 +63,13 @@ def test_has_a_test(defect):
   assert any(n == name for n in names), defect
 
 
-@pytest.fixture(scope='module')
-def model(tmp_path_factory):
-  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
-
-
 def parts(model, **over):
   return jaxpost.policy_and_stream(tiny.grpo_config(model, **over))
 
 
-def test_sampling_parameters_compile_nothing(model):
+def test_sampling_parameters_compile_nothing(nano):
   """Temperature, top-k, top-p, stop ids and lengths are arrays."""
-  _, stream = parts(model)
+  _, stream = parts(nano)
   try:
     next(stream)
     engine = stream.sampler.engine
@@ -109,8 +104,8 @@ def test_the_cache_is_split_over_the_batch_axes():
   assert set(split(spec[0])) == {'data', 'fsdp'} and spec[1] == 'tensor'
 
 
-def test_a_group_reads_its_prompt_once(model):
-  _, stream = parts(model, rollout=dict(prompts=3, group_size=8, slots=4))
+def test_a_group_reads_its_prompt_once(nano):
+  _, stream = parts(nano, rollout=dict(prompts=3, group_size=8, slots=4))
   engine, read = stream.sampler.engine, []
   prefill = engine.prefill
   engine.prefill = lambda texts, rows=0: (read.extend(tuple(t) for t in texts), prefill(texts, rows))[1]
@@ -123,18 +118,18 @@ def test_a_group_reads_its_prompt_once(model):
   assert sorted(read) == sorted({tuple(p.tokens) for p in prompts})
 
 
-def test_log_probs_share_one_temperature(model, tmp_path):
+def test_log_probs_share_one_temperature(nano, tmp_path):
   jaxpost.run(
-    tiny.grpo_config(model, train=dict(steps=1), rl=dict(kl_coef=0.1), rollout=dict(temperature=0.6)), tmp_path
+    tiny.grpo_config(nano, train=dict(steps=1), rl=dict(kl_coef=0.1), rollout=dict(temperature=0.6)), tmp_path
   )
   (row,) = [r for r in metrics.read_rows(tmp_path / 'metrics.jsonl') if r['split'] == 'train']
   assert row['sampler_mismatch'] == pytest.approx(1, abs=1e-5)
   assert abs(row['kl']) < 1e-8  # the reference is the policy
 
 
-def test_the_sampler_has_the_newest_weights(model, tmp_path):
+def test_the_sampler_has_the_newest_weights(nano, tmp_path):
   """At every step the sampler's log-probs are those of the policy."""
-  jaxpost.run(tiny.grpo_config(model, train=dict(steps=4), optim=dict(lr=5e-2)), tmp_path)
+  jaxpost.run(tiny.grpo_config(nano, train=dict(steps=4), optim=dict(lr=5e-2)), tmp_path)
   rows = [r for r in metrics.read_rows(tmp_path / 'metrics.jsonl') if r['split'] == 'train']
   assert rows[0]['loss'] != rows[-1]['loss']
   for row in rows:
@@ -142,10 +137,10 @@ def test_the_sampler_has_the_newest_weights(model, tmp_path):
 
 
 @pytest.mark.parametrize('correction', ['token_truncated', 'sequence_truncated', 'sequence_mask', 'opsm'])
-def test_truncated_sampling_is_on_policy(model, tmp_path, correction):
+def test_truncated_sampling_is_on_policy(nano, tmp_path, correction):
   """The mass that top-p leaves out is no difference between sampler and trainer (TRL #6789)."""
   over = dict(rollout=dict(top_p=0.5), rl=dict(importance=(correction,)))
-  jaxpost.run(tiny.grpo_config(model, train=dict(steps=1), **over), tmp_path)
+  jaxpost.run(tiny.grpo_config(nano, train=dict(steps=1), **over), tmp_path)
   row = next(r for r in metrics.read_rows(tmp_path / 'metrics.jsonl') if r['split'] == 'train')
   assert row['grad_norm'] > 0
   weight = 'off_policy_kept' if correction == 'opsm' else 'importance_weight'
@@ -175,9 +170,9 @@ def test_the_default_kl_has_a_gradient():
     assert config_of(name, rl=dict(kl_in='loss')).rl.kl_estimator == 'k3'
 
 
-def test_later_updates_are_off_policy(model):
+def test_later_updates_are_off_policy(nano):
   """The old log-probs stay those of the rollout."""
-  policy, stream = parts(model, rl=dict(epochs=3), optim=dict(lr=5e-2))
+  policy, stream = parts(nano, rl=dict(epochs=3), optim=dict(lr=5e-2))
   try:
     item = next(stream)
   finally:
@@ -196,8 +191,8 @@ def test_overlong_counts_tokens():
   assert found == [-0.5, -0.5]
 
 
-def test_the_config_is_not_changed(model):
-  config = tiny.grpo_config(model, algorithm='dapo')
+def test_the_config_is_not_changed(nano):
+  config = tiny.grpo_config(nano, algorithm='dapo')
   before = repr(config)
   _, stream = jaxpost.policy_and_stream(config)
   stream.close()

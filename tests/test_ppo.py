@@ -326,11 +326,6 @@ def test_bad_ppo_fields_are_refused(over, key):
 # ------------------------------------------------------------------ whole runs
 
 
-@pytest.fixture(scope='module')
-def model(tmp_path_factory):
-  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
-
-
 def run_config(model, **over):
   return tiny.grpo_config(
     model, **tiny.merged(dict(algorithm='ppo', rollout=dict(temperature=0.6), rl=dict(kl_coef=0.05)), over)
@@ -360,9 +355,9 @@ def same(one, other):
   return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_first_step_is_on_policy_at_a_temperature_below_1(model, tmp_path):
+def test_first_step_is_on_policy_at_a_temperature_below_1(nano, tmp_path):
   """The ratio is 1, nothing is clipped, and the KL is 0."""
-  jaxpost.run(run_config(model, train=dict(steps=2)), tmp_path)
+  jaxpost.run(run_config(nano, train=dict(steps=2)), tmp_path)
   first, second = rows(tmp_path)
   assert first['ratio'] == pytest.approx(1, abs=1e-5)
   assert first['clip_ratio/low_mean'] == first['clip_ratio/high_mean'] == 0
@@ -374,12 +369,12 @@ def test_first_step_is_on_policy_at_a_temperature_below_1(model, tmp_path):
 
 
 @pytest.mark.parametrize('shared', [False, True])
-def test_resume_is_bitwise(model, tmp_path, shared):
+def test_resume_is_bitwise(nano, tmp_path, shared):
   """A run of 4 steps equals one of 2 and 2 more, in policy, critic, metrics, and the adapted KL coefficient."""
 
   def config(steps):
     return run_config(
-      model,
+      nano,
       critic=dict(value_head=shared),
       train=dict(steps=steps),
       save=dict(every=2),
@@ -399,15 +394,15 @@ def test_resume_is_bitwise(model, tmp_path, shared):
 
 
 @pytest.mark.core
-def test_critic_warm_up_trains_only_the_critic(model, tmp_path):
+def test_critic_warm_up_trains_only_the_critic(nano, tmp_path):
   """The critic starts from the model at critic.path, and has its own learning rate."""
-  reward_model = model_lib.build(model_lib.with_scalar_head(hf.read_config(model)))
+  reward_model = model_lib.build(model_lib.with_scalar_head(hf.read_config(nano)))
   params = tiny.params(reward_model, seed=5)
   params['score'] = np.ones_like(params['score'])
   hf_export.save(tmp_path / 'judge', reward_model, params)
   jaxpost.run(
     run_config(
-      model,
+      nano,
       critic=dict(warmup_steps=2, path=str(tmp_path / 'judge'), lr=1e-3),
       train=dict(steps=3),
       save=dict(every=1, keep=4),
@@ -425,7 +420,7 @@ def test_critic_warm_up_trains_only_the_critic(model, tmp_path):
   assert [r['critic/lr'] for r in rows_] == pytest.approx([1e-3] * 3)
 
 
-def test_first_step_check_waits_for_the_first_update_after_a_warm_up(model, tmp_path):
+def test_first_step_check_waits_for_the_first_update_after_a_warm_up(nano, tmp_path):
   (tmp_path / 'checked.py').write_text(
     'import dataclasses\n'
     'from jaxpost.algorithms.ppo import PPO\n'
@@ -434,16 +429,16 @@ def test_first_step_check_waits_for_the_first_update_after_a_warm_up(model, tmp_
     'CHECKED = dataclasses.replace(PPO, check_first_step=check)\n'
   )
   changed = dict(critic=dict(warmup_steps=1), train=dict(steps=3))
-  config = run_config(model, **changed) | dict(algorithm=f'{tmp_path}/checked.py:CHECKED')
+  config = run_config(nano, **changed) | dict(algorithm=f'{tmp_path}/checked.py:CHECKED')
   with pytest.raises(AssertionError, match='ratio 1.000'):
     jaxpost.run(config, tmp_path / 'run')
   assert [row['step'] for row in rows(tmp_path / 'run')] == [1]
 
 
-def test_value_loss_compares_values_of_the_rollout_with_groups_of_one(model):
+def test_value_loss_compares_values_of_the_rollout_with_groups_of_one(nano):
   """A step has one update of the critic, so that its values are still those of the rollout: their error is the loss."""
   policy, controller = jaxpost.policy_and_stream(
-    run_config(model, rollout=dict(prompts=8, group_size=1), train=dict(steps=3))
+    run_config(nano, rollout=dict(prompts=8, group_size=1), train=dict(steps=3))
   )
   credits = []
 
@@ -467,9 +462,9 @@ def test_value_loss_compares_values_of_the_rollout_with_groups_of_one(model):
   assert policy.state.step == 3
 
 
-def test_export_has_no_head_of_a_shared_critic(model, tmp_path):
+def test_export_has_no_head_of_a_shared_critic(nano, tmp_path):
   jaxpost.run(
-    run_config(model, critic=dict(value_head=True), train=dict(steps=2), save=dict(export=True)), tmp_path / 'run'
+    run_config(nano, critic=dict(value_head=True), train=dict(steps=2), save=dict(export=True)), tmp_path / 'run'
   )
   assert rows(tmp_path / 'run')[1]['values/mean'] != 0
   config = hf.read_config(tmp_path / 'run/export')
@@ -482,11 +477,11 @@ def constant_reward(completion_ids, **columns):
   return [1.0] * len(completion_ids)
 
 
-def test_critic_learns_a_constant_reward(model, tmp_path):
+def test_critic_learns_a_constant_reward(nano, tmp_path):
   """The returns differ with the distance to the end, as gamma is 0.5."""
   jaxpost.run(
     run_config(
-      model,
+      nano,
       reward=constant_reward,
       train=dict(steps=80),
       rl=dict(gamma=0.5, lam=1.0, kl_coef=0.0),

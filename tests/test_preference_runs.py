@@ -19,11 +19,6 @@ TASK = 'generated:arithmetic_{}:max=99,split={},size={}'
 METHODS = {'dpo': 'pairs', 'kto': 'labels'}
 
 
-@pytest.fixture(scope='module')
-def model(tmp_path_factory):
-  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
-
-
 def config_of(folder, algorithm, size=60, **over):
   kind = METHODS[algorithm]
   common = tiny.run_config(
@@ -64,9 +59,9 @@ def leaves(workdir, algorithm, step):
 
 
 @pytest.mark.parametrize('algorithm', METHODS)
-def test_run_with_precomputed_reference_equals_run_with_reference_model(model, algorithm, tmp_path, monkeypatch):
+def test_run_with_precomputed_reference_equals_run_with_reference_model(nano, algorithm, tmp_path, monkeypatch):
   """The resumed half of the run scores nothing."""
-  config = functools.partial(config_of, model, algorithm)
+  config = functools.partial(config_of, nano, algorithm)
   on_disk = dict(preference=dict(precompute_ref=True))
   plain = run(config(), tmp_path / 'plain')
   first_half = run(config(train=dict(steps=2), **on_disk), tmp_path / 'disk')
@@ -89,10 +84,10 @@ def test_run_with_precomputed_reference_equals_run_with_reference_model(model, a
   assert 'copy' not in programs(tmp_path / 'disk')
 
 
-def test_precomputed_reference_is_reused_only_for_same_weights_and_data(model, tmp_path, monkeypatch):
+def test_precomputed_reference_is_reused_only_for_same_weights_and_data(nano, tmp_path, monkeypatch):
   """With other data, rendering, weights or types of weights, the reference is computed again, beside the first."""
   on_disk = dict(train=dict(steps=1), preference=dict(precompute_ref=True))
-  run(config_of(model, 'dpo', **on_disk), tmp_path / 'first')
+  run(config_of(nano, 'dpo', **on_disk), tmp_path / 'first')
   cached = sorted(p.name for p in (tmp_path / 'first/cache').iterdir())
   assert len(cached) == 2  # one for the training rows, and one for the held-out rows
   read, reads = precompute.read, []
@@ -100,12 +95,12 @@ def test_precomputed_reference_is_reused_only_for_same_weights_and_data(model, t
   other_model = tiny.folder(tmp_path / 'other', initializer_range=0.1)
   for n, (path, over, expected_reads) in enumerate(
     [
-      (model, {}, 0),
-      (model, dict(size=61), 1),  # of the training rows alone
-      (model, dict(preference=dict(share_prompt=False)), 2),
+      (nano, {}, 0),
+      (nano, dict(size=61), 1),  # of the training rows alone
+      (nano, dict(preference=dict(share_prompt=False)), 2),
       (other_model, {}, 2),
-      (model, dict(model=dict(param_dtype='bfloat16')), 2),
-      (model, dict(lora=dict(rank=2)), 2),  # an adapter of other sizes would be merged, and rounded
+      (nano, dict(model=dict(param_dtype='bfloat16')), 2),
+      (nano, dict(lora=dict(rank=2)), 2),  # an adapter of other sizes would be merged, and rounded
     ]
   ):
     folder = tmp_path / f'again{n}'
@@ -116,11 +111,11 @@ def test_precomputed_reference_is_reused_only_for_same_weights_and_data(model, t
 
 
 @pytest.mark.core
-def test_resume_is_bitwise(model, tmp_path):
+def test_resume_is_bitwise(nano, tmp_path):
   """Four steps at once, and two and two, have the same rows and every bit of the state."""
-  whole = run(config_of(model, 'dpo'), tmp_path / 'one')
-  run(config_of(model, 'dpo', train=dict(steps=2)), tmp_path / 'two')
-  resumed = run(config_of(model, 'dpo'), tmp_path / 'two')
+  whole = run(config_of(nano, 'dpo'), tmp_path / 'one')
+  run(config_of(nano, 'dpo', train=dict(steps=2)), tmp_path / 'two')
+  resumed = run(config_of(nano, 'dpo'), tmp_path / 'two')
 
   def train_rows(rows):
     return [r for r in rows if r['split'] == 'train']
@@ -129,9 +124,9 @@ def test_resume_is_bitwise(model, tmp_path):
   assert leaves(tmp_path / 'one', 'dpo', 4) == leaves(tmp_path / 'two', 'dpo', 4)
 
 
-def test_first_dpo_loss_in_bfloat16_is_log_2(model, tmp_path):
+def test_first_dpo_loss_in_bfloat16_is_log_2(nano, tmp_path):
   """Reference and policy are two programs, so the check of the first step must allow for rounding."""
-  config = config_of(model, 'dpo', train=dict(steps=1))
+  config = config_of(nano, 'dpo', train=dict(steps=1))
   config['model']['dtype'] = 'bfloat16'
   rows = run(config, tmp_path)
   assert rows[1]['loss'] == pytest.approx(np.log(2), abs=1e-3)

@@ -17,11 +17,6 @@ from jaxpost.stage import config as config_lib
 from jaxpost.types import Prompt, Rollout
 
 
-@pytest.fixture(scope='module')
-def folder(tmp_path_factory):
-  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
-
-
 def stream_of(folder, tmp_path, hint, **overrides):
   """Returns (policy, stream) of OPD on sums; the teacher gets `hint(sum)` as its prompt."""
   sums = [f'{a}+{a + 1}=' for a in range(8)]
@@ -31,11 +26,11 @@ def stream_of(folder, tmp_path, hint, **overrides):
   return jaxpost.policy_and_stream(tiny.merged(config, overrides))
 
 
-def test_the_teacher_scores_the_same_tokens_after_its_own_prompt(folder, tmp_path, monkeypatch):
+def test_the_teacher_scores_the_same_tokens_after_its_own_prompt(nano, tmp_path, monkeypatch):
   calls = []
   privileged_rollout = teachers.privileged_rollout
   monkeypatch.setattr(teachers, 'privileged_rollout', lambda *args: calls.append(args) or privileged_rollout(*args))
-  policy, stream = stream_of(folder, tmp_path, lambda x: f'It is {eval(x[:-1])}. {x}')
+  policy, stream = stream_of(nano, tmp_path, lambda x: f'It is {eval(x[:-1])}. {x}')
   try:
     experience = next(stream).experience
   finally:
@@ -54,8 +49,8 @@ def test_the_teacher_scores_the_same_tokens_after_its_own_prompt(folder, tmp_pat
   assert np.abs(experience.arrays['ref_logprobs'] - experience.arrays['old_logprobs']).max() > 1e-3
 
 
-def test_teacher_with_the_same_prompt_gives_zero_advantages(folder, tmp_path):
-  _, stream = stream_of(folder, tmp_path, lambda x: x)
+def test_teacher_with_the_same_prompt_gives_zero_advantages(nano, tmp_path):
+  _, stream = stream_of(nano, tmp_path, lambda x: x)
   try:
     item = next(stream)
   finally:
@@ -88,19 +83,19 @@ def test_missing_or_too_long_privileged_prompts_are_refused(columns, message):
 
 
 @pytest.mark.parametrize('last, message', [({}, "no column 'hint'"), ({'hint': 'y' * 99}, 'raise')])
-def test_privileged_prompts_of_all_steps_are_checked_before_the_run(folder, tmp_path, last, message):
+def test_privileged_prompts_of_all_steps_are_checked_before_the_run(nano, tmp_path, last, message):
   rows = [{'prompt': f'{a}+1=', 'hint': f'It is {a + 1}.'} for a in range(20)] + [{'prompt': '20+1=', **last}]
   (tmp_path / 'data.jsonl').write_text('\n'.join(map(json.dumps, rows)))
   overrides = dict(algorithm='opd', reward='', data=dict(path=str(tmp_path / 'data.jsonl')), rl=dict(privileged='hint'))
   with pytest.raises(InputError, match=f'config.rl.privileged: .*{message}'):
-    prepare.prepare_all(tiny.grpo_config(folder, **overrides))
+    prepare.prepare_all(tiny.grpo_config(nano, **overrides))
 
 
-def test_sft_stage_that_samples_for_evaluation_needs_no_privileged_prompts(folder, tmp_path):
+def test_sft_stage_that_samples_for_evaluation_needs_no_privileged_prompts(nano, tmp_path):
   lines = [{'prompt': '1+1=', 'completion': '2', 'answer': '2', 'hint': 'It is 2.'}] * 4
   (tmp_path / 'data.jsonl').write_text('\n'.join(map(json.dumps, lines)))
   data = dict(path=str(tmp_path / 'data.jsonl'))
-  config = tiny.grpo_config(folder, reward='exact_match', rl=dict(privileged='hint'), data=data)
+  config = tiny.grpo_config(nano, reward='exact_match', rl=dict(privileged='hint'), data=data)
   config |= dict(stages=('first', 'second'), eval=dict(data=data, samples=2))
   config |= dict(first=dict(algorithm='sft'), second=dict(algorithm='opd'))
   for stage in prepare.prepare_all(config):

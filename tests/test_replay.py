@@ -77,11 +77,6 @@ def seldom(completion_ids, **columns):
   return [float(sum(ids) % 5 == 0) for ids in completion_ids]
 
 
-@pytest.fixture(scope='module')
-def folder(tmp_path_factory):
-  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
-
-
 def config_of(folder, **fields):
   """Returns a config whose every step samples all four rows of the data."""
   base = dict(
@@ -106,8 +101,8 @@ def items_of_stream(folder, steps=6, state=None, **fields):
 
 
 @pytest.fixture(scope='module')
-def steps(folder):
-  return items_of_stream(folder)
+def steps(nano):
+  return items_of_stream(nano)
 
 
 def test_wrong_groups_replay_the_last_right_sample_of_their_prompt(steps):
@@ -151,10 +146,10 @@ def test_metrics_are_of_the_drawn_samples_only(steps):
 
 
 @pytest.mark.parametrize('staleness', [0, pytest.param(1, marks=pytest.mark.long)])
-def test_stream_with_replay_resumes_bit_for_bit(folder, steps, staleness):
-  items = items_of_stream(folder, rollout=dict(staleness=1)) if staleness else steps
+def test_stream_with_replay_resumes_bit_for_bit(nano, steps, staleness):
+  items = items_of_stream(nano, rollout=dict(staleness=1)) if staleness else steps
   start = next(n for n, (state, _) in enumerate(items) if len(state['replay']) > 1)
-  resumed = items_of_stream(folder, steps=6 - start, state=items[start][0], rollout=dict(staleness=staleness))
+  resumed = items_of_stream(nano, steps=6 - start, state=items[start][0], rollout=dict(staleness=staleness))
   assert any(item.info['replay/used'] for _, item in resumed)
   for (_, before), (_, after) in zip(items[start:], resumed):
     for name, x in before.credit.arrays.items():
@@ -171,10 +166,10 @@ def test_stream_with_replay_resumes_bit_for_bit(folder, steps, staleness):
   [dict(), dict(rl=dict(old_policy='sampler')), dict(rl=dict(sampling_mask=True), rollout=dict(top_k=8))],
   ids=['weights', 'sampler', 'sampling_mask'],
 )
-def test_replayed_samples_are_corrected_for_the_older_policy(folder, tmp_path, over):
+def test_replayed_samples_are_corrected_for_the_older_policy(nano, tmp_path, over):
   """As the policy learns, its ratio to the stored log-probs differs from 1."""
   over = tiny.merged(dict(train=dict(steps=4), optim=dict(lr=1e-2), log=dict(rollouts_every=1)), over)
-  jaxpost.run(config_of(folder, **over), tmp_path / 'run')
+  jaxpost.run(config_of(nano, **over), tmp_path / 'run')
   rows = [row for row in metrics.read_rows(tmp_path / 'run' / 'metrics.jsonl') if row['split'] == 'train']
   assert rows[0]['sampler_mismatch'] == pytest.approx(1, abs=1e-4)
   later = [row for row in rows if row['replay/used']]
@@ -210,7 +205,7 @@ def test_replay_is_refused_where_it_does_not_apply(over, message):
     method.check(config_lib.resolve(next(iter(config_lib.parse(over).values())), method.defaults))
 
 
-def test_replay_with_a_reward_model_alone_is_refused(folder):
+def test_replay_with_a_reward_model_alone_is_refused(nano):
   from jaxpost.stage import reward_models
 
   config = config_lib.resolve(

@@ -26,16 +26,11 @@ def low(completion_ids, **_):
 
 
 @pytest.fixture(scope='module')
-def model(tmp_path_factory):
-  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
-
-
-@pytest.fixture(scope='module')
-def config(model, tmp_path_factory):
+def config(nano, tmp_path_factory):
   reward = tmp_path_factory.mktemp('reward') / 'grade.py'
   reward.write_text(GRADE)
   return tiny.grpo_config(
-    model,
+    nano,
     reward=f'{reward}:low',
     train=dict(steps=4),
     optim=dict(lr=1e-2),
@@ -46,10 +41,10 @@ def config(model, tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def run(config, model, tmp_path_factory):
+def run(config, nano, tmp_path_factory):
   """A run whose config has paths relative to the folder in which it was started; the tests are in another one."""
   folder = tmp_path_factory.mktemp('run')
-  shutil.copytree(model, folder / 'nano')
+  shutil.copytree(nano, folder / 'nano')
   tokenizer.load('bytes').save(folder / 'nano')
   with contextlib.chdir(folder):
     jaxpost.run(tiny.merged(config, dict(init_from='nano', model=dict(tokenizer='./nano'))), folder / 'run')

@@ -60,17 +60,12 @@ runpy.run_module('launch.train', run_name='__main__')
 
 
 @pytest.fixture(scope='module')
-def model(tmp_path_factory):
-  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
-
-
-@pytest.fixture(scope='module')
-def command(model, tmp_path_factory):
+def command(nano, tmp_path_factory):
   """command(workdir, *flags) -> the command line of a run of both stages."""
   folder = tmp_path_factory.mktemp('config')
   (folder / 'rewards.py').write_text(REWARD)
   both = tiny.run_config(
-    model,
+    nano,
     stages=('sft', 'grpo'),
     reward=f'{folder}/rewards.py:remainder',
     save=dict(every=2, export=True),
@@ -131,10 +126,6 @@ def seal(folder, step=None):
 
 def state(workdir, stage, step=None):
   """Returns ({leaf: bytes}, meta) of a checkpoint, by default of the newest."""
-  import jax
-
-  from jaxpost.storage.checkpoint import Checkpointer
-
   folder = workdir / 'checkpoints' / stage
   step = max(finished_steps(folder)) if step is None else step
   one_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -357,10 +348,10 @@ def same_rows(workdir, expected):
 
 
 @pytest.fixture(scope='module')
-def sft(model, tmp_path_factory):
+def sft(nano, tmp_path_factory):
   """(config, folder) of a finished SFT run that keeps all its steps."""
   config = tiny.run_config(
-    model,
+    nano,
     save=dict(every=2, keep=9, export=False),
     eval=dict(every=2, size=4, data=dict(path=f'{TASK},split=test,size=4,correct=1')),
   )
@@ -393,7 +384,7 @@ def live_bytes():
 
 
 @pytest.mark.core
-def test_more_steps_continue_a_finished_run(sft, model, tmp_path, monkeypatch):
+def test_more_steps_continue_a_finished_run(sft, nano, tmp_path, monkeypatch):
   config, _ = sft
   short = tiny.merged(config, dict(train=dict(steps=4)))
   run(short, tmp_path / 'run')
@@ -431,7 +422,7 @@ def test_more_steps_continue_a_finished_run(sft, model, tmp_path, monkeypatch):
     run(short, tmp_path / 'run')
 
 
-def test_changed_data_is_refused_before_compilation_and_changed_reward_warns(model, tmp_path, monkeypatch, capsys):
+def test_changed_data_is_refused_before_compilation_and_changed_reward_warns(nano, tmp_path, monkeypatch, capsys):
   row = json.dumps(dict(prompt='1+1=', completion='2', answer='2')) + '\n'
   data, rewards = tmp_path / 'data.jsonl', tmp_path / 'rewards.py'
   data.write_text(row * 9)
@@ -440,7 +431,7 @@ def test_changed_data_is_refused_before_compilation_and_changed_reward_warns(mod
   grpo = dict(algorithm='grpo', reward=f'{rewards}:remainder', rollout=dict(prompts=2, group_size=2))
   for name, method, kind in (('sft', {}, 'rows'), ('grpo', grpo, 'prompts')):
     data.write_text(row * 9)
-    config = tiny.merged(tiny.run_config(model, **over), method)
+    config = tiny.merged(tiny.run_config(nano, **over), method)
     run(config, tmp_path / name)
     data.write_text(row * 10)
     run(config, tmp_path / name)  # the stage is finished and reads no more rows
@@ -458,11 +449,11 @@ def test_changed_data_is_refused_before_compilation_and_changed_reward_warns(mod
   assert warning in capsys.readouterr().out.replace('\n', '')
 
 
-def test_rows_that_changed_in_place_warn(model, tmp_path, capsys):
+def test_rows_that_changed_in_place_warn(nano, tmp_path, capsys):
   rows = [dict(prompt=f'{n}+1=', completion=str(n + 1), answer=str(n + 1)) for n in range(9)]
   data = tmp_path / 'data.jsonl'
   warning = f'warning: config.data.path of sft: {data} has other rows than when the checkpoint was saved'
-  config = tiny.run_config(model, data=dict(path=str(data)), save=dict(every=1, export=False), train=dict(steps=1))
+  config = tiny.run_config(nano, data=dict(path=str(data)), save=dict(every=1, export=False), train=dict(steps=1))
 
   def warns(steps):
     data.write_text(''.join(json.dumps(row) + '\n' for row in rows))
@@ -475,13 +466,13 @@ def test_rows_that_changed_in_place_warn(model, tmp_path, capsys):
   assert not warns(3)  # the checkpoint of step 2 is of the changed rows
 
 
-def test_rows_that_a_map_draws_at_random_do_not_warn(model, tmp_path, monkeypatch, capsys):
+def test_rows_that_a_map_draws_at_random_do_not_warn(nano, tmp_path, monkeypatch, capsys):
   """Such rows differ each time that they are read; if they do not, other rows are a change of the data."""
   data, maps = tmp_path / 'data.jsonl', tmp_path / 'maps.py'
   data.write_text(''.join(json.dumps(dict(prompt=f'{n}+1=', completion=str(n + 1))) + '\n' for n in range(9)))
   maps.write_text('import random\n\ndef change(row):\n  return row | dict(completion=str(random.randint(10, 99)))\n')
   data_options = dict(path=str(data), map=f'{maps}:change')
-  config = tiny.run_config(model, data=data_options, save=dict(every=1, export=False))
+  config = tiny.run_config(nano, data=data_options, save=dict(every=1, export=False))
 
   def warns(steps):
     run(tiny.merged(config, dict(train=dict(steps=steps))), tmp_path / 'run')
@@ -543,7 +534,7 @@ def test_signal_in_the_last_step_is_not_lost(sft, tmp_path):
   same_rows(workdir, expected)
 
 
-def test_init_from_starts_from_the_weights_of_another_run(sft, model, tmp_path):
+def test_init_from_starts_from_the_weights_of_another_run(sft, nano, tmp_path):
   config, other = sft
   for suffix, step in (('', 6), ('@2', 2)):
     child = tiny.merged(config, dict(init_from=f'{other}{suffix}', optim=dict(lr=0.0), train=dict(steps=1)))
@@ -556,10 +547,10 @@ def test_init_from_starts_from_the_weights_of_another_run(sft, model, tmp_path):
     run(tiny.merged(config, dict(init_from=f'{other}@3')), tmp_path / 'bad')
 
 
-def test_save_keep_and_keep_best_decide_which_steps_stay(model, tmp_path):
+def test_save_keep_and_keep_best_decide_which_steps_stay(nano, tmp_path):
   """The loss falls, so that `best_mode=max` keeps an early step beside the newest ones."""
   config = tiny.run_config(
-    model,
+    nano,
     optim=dict(lr=1e-2),
     eval=dict(every=1, data=dict(path=f'{TASK},split=test,size=8,correct=1')),
     save=dict(every=1, keep=2, keep_best='loss', best_mode='max'),
@@ -603,7 +594,7 @@ def test_damaged_checkpoint_falls_back_and_none_left_ends_with_code_3(sft, tmp_p
   assert (workdir / 'metrics.jsonl').read_bytes() == rows
 
 
-def test_second_stage_resumes_only_on_the_weights_it_began_from(sft, model, tmp_path):
+def test_second_stage_resumes_only_on_the_weights_it_began_from(sft, nano, tmp_path):
   """A second stage never starts or resumes from an older step than the last of the stage before it."""
   config, first = sft
   workdir = copy(first, tmp_path / 'run')

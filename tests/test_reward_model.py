@@ -182,11 +182,6 @@ def rows(workdir, split='train', stage=None):
   ]
 
 
-@pytest.fixture(scope='module')
-def nano(tmp_path_factory):
-  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
-
-
 def letters(kind, count, seed):
   """Yields rows for a loss: words of the letters a and b, of which those with more a are better."""
   draw = random.Random(seed)

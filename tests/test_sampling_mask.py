@@ -191,17 +191,12 @@ def test_the_gradient_is_that_of_the_truncated_policy(masked):
 # ------------------------------------------------------------------------- run
 
 
-@pytest.fixture(scope='module')
-def folder(tmp_path_factory):
-  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
-
-
 @pytest.mark.long
-def test_run_with_sampling_mask_is_on_policy(folder, tmp_path):
+def test_run_with_sampling_mask_is_on_policy(nano, tmp_path):
   """Sampler, old policy and reference agree: the ratio and the weights are 1, and the KL is 0."""
   sampled = dict(top_k=6, top_p=0.9)
   overrides = dict(rl=dict(sampling_mask=True, kl_coef=0.1, importance=('token_truncated',)), train=dict(steps=2))
-  config = tiny.grpo_config(folder, rollout=sampled, **overrides)
+  config = tiny.grpo_config(nano, rollout=sampled, **overrides)
   _, stream = jaxpost.policy_and_stream(config)
   try:
     experience = next(stream).experience

@@ -135,11 +135,6 @@ def test_neftune_noise_changes_with_step_and_seed_and_scales_with_document_lengt
   assert not np.array_equal(first[0], first[1])
 
 
-@pytest.fixture(scope='module')
-def model(tmp_path_factory):
-  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
-
-
 def losses(config, workdir):
   jaxpost.run(config, workdir)
   rows = metrics.read_rows(workdir / 'metrics.jsonl')
@@ -149,8 +144,8 @@ def losses(config, workdir):
 @pytest.mark.parametrize(
   'field,value', [('kind', 'dft'), ('label_smoothing', 0.1), ('z_loss', 0.1), ('neftune_alpha', 50.0)]
 )
-def test_each_nll_field_changes_the_training_loss(field, value, model, tmp_path):
-  base = tiny.run_config(model, train=dict(steps=3), eval=dict(data=dict(path=f'{TASK},split=test,size=8')))
+def test_each_nll_field_changes_the_training_loss(field, value, nano, tmp_path):
+  base = tiny.run_config(nano, train=dict(steps=3), eval=dict(data=dict(path=f'{TASK},split=test,size=8')))
   plain_losses, plain_evals = losses(base, tmp_path / 'plain')
   changed_losses, changed_evals = losses(tiny.merged(base, dict(nll={field: value})), tmp_path / 'other')
   assert plain_losses[0] != changed_losses[0]
@@ -194,10 +189,10 @@ def test_batch_without_trained_tokens_changes_no_state(case):
   jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, state))
 
 
-def test_data_mixture_is_trained_in_its_proportions(model, tmp_path):
+def test_data_mixture_is_trained_in_its_proportions(nano, tmp_path):
   first_path, second_path = (f'{TASK},size=40,seed={n}' for n in (1, 2))
   config = tiny.run_config(
-    model, data=dict(path=f'{first_path} + {second_path}', weights=(0.75, 0.25)), train=dict(steps=8, batch_size=4)
+    nano, data=dict(path=f'{first_path} + {second_path}', weights=(0.75, 0.25)), train=dict(steps=8, batch_size=4)
   )
   jaxpost.run(config, tmp_path)
   rows = [r for r in metrics.read_rows(tmp_path / 'metrics.jsonl') if r['split'] == 'train']

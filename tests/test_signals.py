@@ -56,11 +56,6 @@ exits.run(train.main)
 """
 
 
-@pytest.fixture(scope='module')
-def model(tmp_path_factory):
-  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
-
-
 def command(folder, config, head=('-m', 'launch.train')):
   file = tiny.config_file(folder / 'config.py', config)
   return [sys.executable, *head, f'--config={file}', f'--workdir={folder}/run']
@@ -109,9 +104,9 @@ def clock(monkeypatch):
 
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_repeated_stop_signals_save_once_without_losing_a_step(number, model, tmp_path, clock):
+def test_repeated_stop_signals_save_once_without_losing_a_step(number, nano, tmp_path, clock):
   """A run in this process gets a signal three times: it saves once, with all steps, and raises Preempted at the end."""
-  config = tiny.run_config(model, train=dict(steps=4000))
+  config = tiny.run_config(nano, train=dict(steps=4000))
 
   def stop():
     while train_rows(tmp_path) < 3:
@@ -242,9 +237,9 @@ def test_time_of_a_signal_is_when_it_arrives_not_when_its_handler_runs():
   subprocess.run([sys.executable, '-c', PROCESS_WITH_ITS_OWN_CLOCK], cwd=ROOT, check=True, timeout=LIMIT)
 
 
-def test_stop_while_stuck_in_c_code_before_the_first_step_ends_with_42(model, tmp_path):
+def test_stop_while_stuck_in_c_code_before_the_first_step_ends_with_42(nano, tmp_path):
   (tmp_path / 'maps.py').write_text(STUCK_MAP)
-  config = tiny.run_config(model, data=dict(map=f'{tmp_path}/maps.py:fix'))
+  config = tiny.run_config(nano, data=dict(map=f'{tmp_path}/maps.py:fix'))
   process = start(command(tmp_path, config), HOLD=str(tmp_path / 'hold'))
   wait_for(process, (tmp_path / 'hold').exists)
   process.terminate()
@@ -252,9 +247,9 @@ def test_stop_while_stuck_in_c_code_before_the_first_step_ends_with_42(model, tm
   assert finish(process, 42) == 'jaxpost: told to stop, no step is lost; run the same command to go on\n'
 
 
-def test_stop_during_export_leaves_no_partial_export_and_repeats_it(model, tmp_path):
+def test_stop_during_export_leaves_no_partial_export_and_repeats_it(nano, tmp_path):
   """The export folder does not exist until it is complete; the next run repeats the export."""
-  config = tiny.run_config(model, save=dict(export=True))
+  config = tiny.run_config(nano, save=dict(export=True))
   arguments = command(tmp_path, config, head=('-c', SLOW_EXPORT))
   process = start(arguments, HOLD=str(tmp_path / 'hold'))
   wait_for(process, (tmp_path / 'hold').exists)
@@ -272,9 +267,9 @@ WITH_CONTROLLING_TERMINAL = (
 )
 
 
-def test_closed_terminal_saves_and_ends_with_42(model, tmp_path):
+def test_closed_terminal_saves_and_ends_with_42(nano, tmp_path):
   """The process gets SIGHUP and each write to the terminal fails, but it still saves."""
-  config = tiny.run_config(model, train=dict(steps=100_000), log=dict(every=1))
+  config = tiny.run_config(nano, train=dict(steps=100_000), log=dict(every=1))
   terminal, other_end = pty.openpty()
   process = subprocess.Popen(
     [sys.executable, '-c', WITH_CONTROLLING_TERMINAL, *command(tmp_path, config)],

@@ -18,11 +18,6 @@ def parity(completion_ids, **columns):
   return [float(sum(ids) % 2) for ids in completion_ids]
 
 
-@pytest.fixture(scope='module')
-def folder(tmp_path_factory):
-  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
-
-
 def stream_of(folder, **over):
   base = dict(rl=dict(dynamic_sampling=4, keep_surplus=2), rollout=dict(prompts=3, group_size=2))
   return jaxpost.policy_and_stream(tiny.grpo_config(folder, reward=parity, **tiny.merged(base, over)))[1]
@@ -39,8 +34,8 @@ def take_steps(stream, steps):
 
 
 @pytest.fixture(scope='module')
-def steps(folder):
-  stream = stream_of(folder)
+def steps(nano):
+  stream = stream_of(nano)
   try:
     yield take_steps(stream, 8)
   finally:
@@ -66,9 +61,9 @@ def test_each_group_is_trained_at_most_once_and_before_it_expires(steps):
   assert any(info['dynamic_sampling/surplus'] for _, _, info in steps)
 
 
-def test_surplus_groups_are_dropped_without_keep_surplus(folder, steps):
+def test_surplus_groups_are_dropped_without_keep_surplus(nano, steps):
   """The first step is the same; later steps train other prompts and need at least as many rounds."""
-  stream = stream_of(folder, rl=dict(keep_surplus=0))
+  stream = stream_of(nano, rl=dict(keep_surplus=0))
   try:
     dropped = take_steps(stream, 8)
   finally:
@@ -82,9 +77,9 @@ def test_surplus_groups_are_dropped_without_keep_surplus(folder, steps):
 
 @pytest.mark.long
 @pytest.mark.parametrize('staleness', [0, 1])
-def test_resume_with_waiting_groups_is_bitwise(folder, staleness):
+def test_resume_with_waiting_groups_is_bitwise(nano, staleness):
   """A stream restored while groups wait yields the same prompts, advantages and metrics."""
-  uninterrupted, restored = (stream_of(folder, rollout=dict(staleness=staleness)) for _ in range(2))
+  uninterrupted, restored = (stream_of(nano, rollout=dict(staleness=staleness)) for _ in range(2))
 
   def without_times(steps):
     return [

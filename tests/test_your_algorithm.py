@@ -19,11 +19,6 @@ EXPERIENCE = jaxpost.Experience(None, np.ones(16), np.tile(np.arange(8) < 5, (16
 MAX_LINES = {'reinforce.py': 60, 'actor_critic.py': 150}
 
 
-@pytest.fixture(scope='module')
-def model(tmp_path_factory):
-  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
-
-
 def run(config, workdir):
   jaxpost.run(config, workdir)
   return [row for row in metrics.read_rows(workdir / 'metrics.jsonl') if row['split'] == 'train']
@@ -98,11 +93,11 @@ def test_a_credit_that_the_objective_cannot_read_is_refused(tmp_path, result, wo
 
 
 @pytest.mark.parametrize('result', ['rewards[:, None]', 'np.where(mask > 0, 1, np.nan)', 'mask[:, :1]'])
-def test_a_credit_of_whole_completions_trains(model, tmp_path, result):
+def test_a_credit_of_whole_completions_trains(nano, tmp_path, result):
   """An array [N, 1] holds one value per completion, and the tokens that the mask leaves out may have any value."""
   file = tmp_path / 'mine.py'
   file.write_text(OWN.replace('RESULT', f'jaxpost.Credit({{"advantages": {result}}}, mask)'))
-  (row,) = run(tiny.grpo_config(model, algorithm=str(file), train=dict(steps=1)), tmp_path / 'run')
+  (row,) = run(tiny.grpo_config(nano, algorithm=str(file), train=dict(steps=1)), tmp_path / 'run')
   assert row['grad_norm'] > 0 and row['skipped_updates'] == 0
   figures = {key: row[f'advantages/{key}'] for key in 'mean std min max frac_positive frac_zero'.split()}
   if 'rewards' not in result:  # 1 on all trained tokens
@@ -122,10 +117,10 @@ def test_metrics_of_advantages_leave_out_what_is_not_trained():
     assert reward_metrics.advantage_metrics(jaxpost.Credit(arrays, mask * trains)) == {}
 
 
-def test_reinforce_raises_its_reward(model, tmp_path):
+def test_reinforce_raises_its_reward(nano, tmp_path):
   rows = run(
     tiny.grpo_config(
-      model,
+      nano,
       algorithm=str(EXAMPLES / 'reinforce.py'),
       train=dict(steps=30),
       rollout=dict(prompts=8, group_size=4),
@@ -138,11 +133,11 @@ def test_reinforce_raises_its_reward(model, tmp_path):
   assert rows[-1]['baseline'] > rows[0]['baseline']
 
 
-def test_reinforce_reads_its_own_options(model, tmp_path):
+def test_reinforce_reads_its_own_options(nano, tmp_path):
   baselines = {}
   for rate in (0.1, 1.0):
     config = ml_collections.ConfigDict(
-      tiny.grpo_config(model, algorithm=str(EXAMPLES / 'reinforce.py'), train=dict(steps=1))
+      tiny.grpo_config(nano, algorithm=str(EXAMPLES / 'reinforce.py'), train=dict(steps=1))
     )
     config.user.rate = rate
     (row,) = run(config, tmp_path / str(rate))
@@ -154,9 +149,9 @@ def test_reinforce_reads_its_own_options(model, tmp_path):
     jaxpost.run(config, tmp_path / '1.0')
 
 
-def test_state_of_reinforce_survives_a_resume(model, tmp_path):
+def test_state_of_reinforce_survives_a_resume(nano, tmp_path):
   config = tiny.grpo_config(
-    model,
+    nano,
     algorithm=str(EXAMPLES / 'reinforce.py'),
     save=dict(every=2),
     train=dict(steps=4),
@@ -169,11 +164,11 @@ def test_state_of_reinforce_survives_a_resume(model, tmp_path):
     assert [r[key] for r in whole] == [r[key] for r in parts]
 
 
-def test_actor_critic_trains_two_roles_in_two_stages(model, tmp_path):
+def test_actor_critic_trains_two_roles_in_two_stages(nano, tmp_path):
   spec = importlib.util.spec_from_file_location('actor_critic', EXAMPLES / 'actor_critic.py')
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
-  small = tiny.grpo_config(model)
+  small = tiny.grpo_config(nano)
   config = module.get_config().to_dict()
   for key in ('model', 'log', 'reward'):
     config[key] = small[key]
