@@ -1,6 +1,7 @@
 """Child processes: their variables and devices, running a test file as a script, and how long they wait for a core."""
 
 import contextlib
+import json
 import os
 import pathlib
 import subprocess
@@ -44,6 +45,11 @@ def run(file: str, *arguments: str, devices: int = 1, timeout: int = 400, **more
   )
   assert process.returncode == 0, process.stderr[-3000:]
   return process
+
+
+def printed(file: str, *arguments: str, **options):
+  """Returns what the last line of `run` with these arguments says as JSON."""
+  return json.loads(run(file, *arguments, **options).stdout.splitlines()[-1])
 
 
 class RunDelay:

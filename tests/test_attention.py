@@ -9,9 +9,7 @@ Legend: B rows, T tokens, H heads, K kv heads, h head size, hv head size of valu
 
 import dataclasses
 import functools
-import importlib.util
 import json
-import os
 import pathlib
 import re
 import subprocess
@@ -19,6 +17,7 @@ import sys
 import types
 
 import children
+import described
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -879,7 +878,7 @@ def test_all_shapes_of_a_run_are_checked(tmp_path, monkeypatch):
   """They are those of the rows of every role, and the padded lengths in which the sampler reads prompts."""
   from jaxpost.programs.compile import Ledger
   from jaxpost.stage import config as config_lib
-  from jaxpost.stage import kernel_uses, place, prepare
+  from jaxpost.stage import kernel_uses
   from jaxpost.tools import completions, inference
 
   def key_of(use):
@@ -1010,19 +1009,12 @@ def decoding_errors():
 
 
 def test_sharded_kernels_equal_reference_in_all_layouts():
-  run = children.run(__file__, devices=8)
-  errors = json.loads(run.stdout)
+  errors = children.printed(__file__, devices=8)
   assert len(errors) == 3 * len(LAYOUTS) + 4
   assert {k: x for k, x in errors.items() if not x <= 1e-5} == {}
 
 
 # ------------------------------------------------------- described accelerators
-
-
-def needs(package, extra):
-  return pytest.mark.skipif(
-    importlib.util.find_spec(package) is None, reason=f"no {package}, which compiles for these: pip install '{extra}'"
-  )
 
 
 COMPILE_TRAIN_STEP = r"""
@@ -1065,20 +1057,11 @@ print(json.dumps(out))
 
 def compiled_train_step(topology, name, mesh='data=2,fsdp=2,tensor=2', **fields):
   """Returns what the train step compiled for `topology` does, with implementation `name` and with chunked attention."""
-  done = subprocess.run(
-    [sys.executable, '-c', COMPILE_TRAIN_STEP, topology, name, mesh, json.dumps(fields)],
-    capture_output=True,
-    text=True,
-    timeout=900,
-    cwd=CLONE,
-    env=os.environ | {'PYTHONPATH': str(CLONE)},
-  )
-  assert done.returncode == 0, done.stderr[-3000:]
-  measured = json.loads(done.stdout.splitlines()[-1])
+  measured = children.printed('-c', COMPILE_TRAIN_STEP, topology, name, mesh, json.dumps(fields), timeout=900)
   return measured[name], measured['chunked']
 
 
-@needs('libtpu', 'jax[tpu]')
+@described.TPUS
 @pytest.mark.long
 @pytest.mark.parametrize(
   'fields',
@@ -1133,7 +1116,7 @@ def test_plans_count_the_blocks_of_splash(monkeypatch, tokens, n, window):
   assert kernels.splash_blocks(*sizes, n, window) == blocks
 
 
-@needs('libtpu', 'jax[tpu]')
+@described.TPUS
 @pytest.mark.long
 def test_train_step_with_splash_of_stripes_compiles_for_tpus():
   kernel, chunked = compiled_train_step('v5e:2x4', 'splash', 'data=2,context=2,tensor=2')
@@ -1143,7 +1126,7 @@ def test_train_step_with_splash_of_stripes_compiles_for_tpus():
   assert kernel['flops'] - chunked['flops'] == pytest.approx((11 - 8) * kernel['product'], rel=1e-3)
 
 
-@needs('jax_cuda13_plugin', 'jax[cuda13]')
+@described.GPUS
 @pytest.mark.long
 def test_a_train_step_with_triton_compiles_for_gpus():
   fields = dict(layer_windows=[256, 0] * 2, attention_softcap=20.0, biases=['sinks'])

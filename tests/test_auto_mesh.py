@@ -1,7 +1,5 @@
 """`config.mesh.train=auto` on eight devices: meshes are compiled, and the run uses the fastest that fits."""
 
-import json
-
 import children
 import pytest
 
@@ -100,21 +98,16 @@ print(json.dumps({n: len(metrics.read_rows(pathlib.Path('runs', n, 'metrics.json
 """
 
 
-def run_script(code, folder):
-  """Runs a script on eight devices, and returns the JSON on its last line."""
-  done = children.run('-c', code, str(folder), devices=8, timeout=600)
-  return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.fixture(scope='module')
 def out(tmp_path_factory):
-  return run_script(RUN, tmp_path_factory.mktemp('auto'))
+  return children.printed('-c', RUN, str(tmp_path_factory.mktemp('auto')), devices=8, timeout=600)
 
 
 @pytest.mark.ci
 def test_auto_mesh_reads_weights_of_runs_and_relative_folders(tmp_path):
   """Policies, teachers, a critic on the frozen base of the policy's adapter, and a critic with its own weights."""
-  assert run_script(SOURCES, tmp_path) == dict.fromkeys(('sft', 'shared', 'judged', 'distill'), 1)
+  rows = children.printed('-c', SOURCES, str(tmp_path), devices=8, timeout=600)
+  assert rows == dict.fromkeys(('sft', 'shared', 'judged', 'distill'), 1)
 
 
 def test_unknown_chips_train_with_fsdp_alone(out):

@@ -16,6 +16,7 @@ import sys
 import textwrap
 import time
 
+import children
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -308,10 +309,7 @@ def test_saves_leave_no_objects_in_memory(tmp_path):
   Without `_spare_memory`, tensorstore would keep 24 lists per save. The count is made in a child process because
   threads that earlier tests have left running create lists, too.
   """
-  done = subprocess.run(
-    [sys.executable, '-c', COUNT_LISTS, tmp_path], cwd=ROOT, capture_output=True, text=True, check=True
-  )
-  lists = [int(line) for line in done.stdout.split()]
+  lists = [int(line) for line in children.run('-c', COUNT_LISTS, str(tmp_path)).stdout.split()]
   assert lists[-1] - lists[5] <= 6 * 2 * (2 if sys.version_info >= (3, 12) else 1), lists
 
 

@@ -5,14 +5,11 @@ and, where their compilers are installed, for described TPUs and GPUs.
 """
 
 import functools
-import importlib.util
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import children
+import described
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -123,15 +120,7 @@ IN_CI = ('fsdp=8', '', 'tied'), ('tensor=8', '', 'wide'), ('fsdp=2,context=2,ten
 @functools.cache
 def counted(topology, dtype, jobs):
   """Compiles the jobs in a child process, and returns {job: figures}."""
-  result = subprocess.run(
-    [sys.executable, '-c', DRIVER, topology, dtype, json.dumps(jobs)],
-    cwd=ROOT,
-    text=True,
-    capture_output=True,
-    env=os.environ | {'PYTHONPATH': str(ROOT)},
-  )
-  assert result.returncode == 0, result.stderr[-3000:]
-  return dict(zip(jobs, json.loads(result.stdout.splitlines()[-1])))
+  return dict(zip(jobs, children.printed('-c', DRIVER, topology, dtype, json.dumps(jobs), timeout=3000)))
 
 
 def by_axis(figures):
@@ -214,22 +203,12 @@ def test_reshard_to_the_sampler_sends_little_more_than_the_lower_bound(train):
   assert 0 < sent <= MOST * least, figures
 
 
-def described_case(topology, mesh, preset, package):
-  return pytest.param(
-    topology,
-    (mesh, '', preset),
-    marks=pytest.mark.skipif(
-      importlib.util.find_spec(package) is None, reason=f'no {package}, which compiles for these'
-    ),
-  )
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
   'topology, job',
   [
-    described_case('v5e:2x4', 'tensor=8', 'wide', 'libtpu'),
-    described_case('h200:1x1x8', 'fsdp=8', 'tied', 'jax_cuda13_plugin'),
+    pytest.param('v5e:2x4', ('tensor=8', '', 'wide'), marks=described.TPUS),
+    pytest.param('h200:1x1x8', ('fsdp=8', '', 'tied'), marks=described.GPUS),
   ],
 )
 def test_update_for_described_chips_sends_little_more_than_the_lower_bound(topology, job):
@@ -278,16 +257,7 @@ def test_decoding_sends_nothing_per_token_unless_split_over_tensor():
 
   Over `tensor`, each token has one all-to-all of the logits, from parts of the vocabulary to parts of the slots.
   """
-  result = subprocess.run(
-    [sys.executable, '-c', LOOPS, 'data=8', 'fsdp=4,data=2', 'data=4,tensor=2'],
-    capture_output=True,
-    text=True,
-    timeout=600,
-    cwd=ROOT,
-    env=os.environ | {'PYTHONPATH': str(ROOT)},
-  )
-  assert result.returncode == 0, result.stderr[-3000:]
-  by_mesh = json.loads(result.stdout.splitlines()[-1])
+  by_mesh = children.printed('-c', LOOPS, 'data=8', 'fsdp=4,data=2', 'data=4,tensor=2', timeout=600)
   for mesh, programs in by_mesh.items():
     assert programs
     for sent, each_token in programs:
@@ -334,8 +304,7 @@ print(json.dumps(out))
 
 def test_tensor_devices_draw_the_tokens_of_one_device():
   """The tokens are equal bit for bit, also where the number of devices does not divide that of the slots."""
-  result = children.run('-c', DRAWS, devices=4, timeout=600)
-  for case in json.loads(result.stdout.splitlines()[-1]):
+  for case in children.printed('-c', DRAWS, devices=4, timeout=600):
     assert all(case['same']) and len(set(case['tokens'])) > 3, case
 
 
@@ -385,8 +354,7 @@ print(json.dumps(dict(
 
 def test_adapters_add_only_small_sums_over_tensor():
   """For gate and up, [B, T, D] is summed once, in the type of activations. Adapters add sums of [B, T, rank]."""
-  result = children.run('-c', ADAPTED, devices=4, timeout=600)
-  sums = json.loads(result.stdout.splitlines()[-1])
+  sums = children.printed('-c', ADAPTED, devices=4, timeout=600)
   large, small = 2 * 64 * 32, 2 * 64 * 4
   assert sums['gradient'] == sums['down'] == [large]
   assert sums['adapted'] == [small, small, large] and sums['adapted_down'] == [small, large]

@@ -5,13 +5,12 @@ layers. Sampling does not: models of 2 and 4 layers are compiled, and as its mem
 layers, that of the whole model follows from the two. Defaults are those chosen for the whole model.
 """
 
-import importlib.util
 import json
 import pathlib
 import re
-import subprocess
-import sys
 
+import children
+import described
 import pytest
 
 from jaxpost.hardware import memory
@@ -73,21 +72,7 @@ print(json.dumps(dict(
 
 def counted(recipe, model, device, settings):
   """Returns what COUNT prints: {'chosen', 'memory', 'updating', 'sampling', 'compiled': {program: bytes}}."""
-  done = subprocess.run(
-    [sys.executable, '-c', COUNT, recipe, model, device, json.dumps(settings)],
-    capture_output=True,
-    text=True,
-    timeout=3000,
-    cwd=CLONE,
-  )
-  assert done.returncode == 0, done.stderr[-3000:]
-  return json.loads(done.stdout.splitlines()[-1])
-
-
-def needs(package, extra):
-  return pytest.mark.skipif(
-    importlib.util.find_spec(package) is None, reason=f"no {package}, which compiles for these: pip install '{extra}'"
-  )
+  return children.printed('-c', COUNT, recipe, model, device, json.dumps(settings), timeout=3000)
 
 
 def check(recipe, model, device, settings=None):
@@ -103,7 +88,7 @@ def check(recipe, model, device, settings=None):
     assert 0.85 < found['sampling'] / max(sampling) < 1.15, found
 
 
-@needs('jax_cuda13_plugin', 'jax[cuda13]')
+@described.GPUS
 @pytest.mark.nightly
 @pytest.mark.parametrize('device', ['h100', 'a100'])
 @pytest.mark.parametrize('recipe', ['sft_gsm8k', 'dpo_hh', 'grpo_gsm8k'])
@@ -115,7 +100,7 @@ def test_defaults_of_recipes_fit_for_gpus(recipe, device):
 RECIPES = sorted(path.stem for path in CLONE.glob('configs/*.py') if 'Meant for ' in path.read_text('utf-8'))
 
 
-@needs('jax_cuda13_plugin', 'jax[cuda13]')
+@described.GPUS
 @pytest.mark.nightly
 @pytest.mark.parametrize('recipe', RECIPES)
 def test_recipes_fit_for_gpus_that_their_docstrings_name(recipe, tmp_path):
@@ -124,9 +109,8 @@ def test_recipes_fit_for_gpus_that_their_docstrings_name(recipe, tmp_path):
   (number,) = re.findall(r'Meant for (one|eight)\s+accelerators?\s+of\s+80\s+GB', text)
   gpus = {'one': 1, 'eight': 8}[number]
   out = tmp_path / 'plan.json'
-  command = ['-m', 'launch.plan', f'--config=configs/{recipe}.py', f'--topology=h100:1x1x{gpus}', f'--out={out}']
-  done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=3000, cwd=CLONE)
-  assert done.returncode == 0, done.stderr[-3000:]
+  options = f'--config=configs/{recipe}.py', f'--topology=h100:1x1x{gpus}', f'--out={out}'
+  children.run('-m', 'launch.plan', *options, timeout=3000)
   for plan in json.loads(out.read_text()):
     assert plan['fits'] and all(row['fits'] for row in plan['programs']), plan['stage']
     assert 'update' in {row['program'] for row in plan['programs']}
@@ -136,13 +120,13 @@ def test_recipes_fit_for_gpus_that_their_docstrings_name(recipe, tmp_path):
 GRPO = {'rollout.prompts': 64, 'rollout.group_size': 8, 'rollout.max_new_tokens': 1024}
 
 
-@needs('jax_cuda13_plugin', 'jax[cuda13]')
+@described.GPUS
 @pytest.mark.nightly
 def test_defaults_of_grpo_with_512_completions_of_1024_tokens_fit_for_gpus():
   check('grpo_gsm8k', 'qwen3_1_7b', 'h100', GRPO)
 
 
-@needs('libtpu', 'jax[tpu]')
+@described.TPUS
 @pytest.mark.nightly
 @pytest.mark.parametrize('device', ['v5e-8', 'v6e-8', 'v5p-8'])
 @pytest.mark.parametrize('recipe', ['sft_gsm8k', 'dpo_hh', 'grpo_gsm8k'])

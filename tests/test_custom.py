@@ -181,8 +181,7 @@ def main():
 
 @pytest.fixture(scope='module')
 def on_8_devices():
-  run = children.run(__file__, devices=8)
-  return json.loads(run.stdout)
+  return children.printed(__file__, devices=8)
 
 
 @pytest.mark.parametrize('layout', LAYOUTS)

@@ -424,8 +424,7 @@ KINDS = {'whole': {}, 'topk': dict(distill=dict(top_k=6))}
 
 
 def test_meshes_of_student_and_teacher_match_one_device(tmp_path):
-  done = children.run(__file__, str(tmp_path), devices=8, timeout=500)
-  figures = measure(tmp_path / 'one', ['one']) | json.loads(done.stdout.splitlines()[-1])
+  figures = measure(tmp_path / 'one', ['one']) | children.printed(__file__, str(tmp_path), devices=8, timeout=500)
   assert len(figures) == len(KINDS) * len(MESHES)
   for kind in KINDS:
     for name in MESHES:

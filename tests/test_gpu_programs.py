@@ -15,6 +15,8 @@ import subprocess
 import sys
 import types
 
+import children
+import described
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -242,32 +244,17 @@ def test_malloc_is_tuned_for_cpu_runs_only(monkeypatch, platforms, files, tuned)
 def compiled(name, gpus):
   """Returns {program: [facts of each compiled variant]} of a config, compiled in a process of its own."""
   config, over = CONFIGS[name]
-  done = subprocess.run(
-    [sys.executable, '-c', DRIVER, config, str(gpus), MESHES[gpus], json.dumps(over)],
-    capture_output=True,
-    text=True,
-    cwd=CLONE,
-    env=os.environ | {'PYTHONPATH': str(CLONE)},
-  )
-  assert done.returncode == 0, done.stderr[-3000:]
-  return json.loads(done.stdout.splitlines()[-1])
+  return children.printed('-c', DRIVER, config, str(gpus), MESHES[gpus], json.dumps(over), timeout=3000)
 
 
 def test_ci_runs_the_tests_that_need_a_compiler_for_other_devices():
-  files = {
-    path.name for path in CLONE.glob('tests/test_*.py') if re.search(r"'(libtpu|jax_cuda13_plugin)'", path.read_text())
-  }
+  tests = CLONE.glob('tests/test_*.py')
+  files = {path.name for path in tests if re.search(r'described\.[GT]PUS', path.read_text())}
   (listed,) = re.findall(r'^described\(\) \{(.*?)^\}', (CLONE / '.ci/run').read_text(), re.DOTALL | re.MULTILINE)
   assert files and files == set(re.findall(r'tests/(\w+\.py)', listed))
 
 
-needs_cuda = pytest.mark.skipif(
-  importlib.util.find_spec('jax_cuda13_plugin') is None,
-  reason=("no jax_cuda13_plugin, which compiles for these: pip install 'jax[cuda13]'"),
-)
-
-
-@needs_cuda
+@described.GPUS
 @pytest.mark.long
 @pytest.mark.parametrize('gpus', MESHES)
 @pytest.mark.parametrize('name', CONFIGS)
@@ -307,7 +294,7 @@ def planned(tmp_path, *words, model='qwen3_1_7b', gpu='h200'):
   return plan['programs']
 
 
-@needs_cuda
+@described.GPUS
 @pytest.mark.long
 @pytest.mark.parametrize('recipe', ['sft_gsm8k', 'sft_text', 'dpo_hh'])
 def test_planned_memory_of_recipes_fits_80_gb_as_estimated(tmp_path, recipe):
@@ -325,7 +312,7 @@ def test_planned_memory_of_recipes_fits_80_gb_as_estimated(tmp_path, recipe):
   assert 0.97 * planned_bytes <= estimated_bytes <= 1.15 * planned_bytes
 
 
-@needs_cuda
+@described.GPUS
 @pytest.mark.long
 # The gradients of queries and of keys are two kernels that both compute the scores. Here, where a row counts as one
 # document, that adds 3 % to the FLOPs.
@@ -344,7 +331,7 @@ def test_planned_update_of_packed_rows_stays_within_flops_and_memory_bounds(tmp_
   assert update['bytes_per_chip']['temporaries'] <= gib * 2**30
 
 
-@needs_cuda
+@described.GPUS
 @pytest.mark.long
 @pytest.mark.parametrize('stage, program, bound', [('sft', 'update', 185), ('grpo', 'generate', 180)])
 def test_planned_time_of_recurrent_layers_is_that_of_kernels(tmp_path, stage, program, bound):
@@ -358,18 +345,16 @@ def test_planned_time_of_recurrent_layers_is_that_of_kernels(tmp_path, stage, pr
   assert all(0.95 < x['flops']['program'] / x['flops']['model'] < 1.05 for x in programs)  # with those of kernels
 
 
-@needs_cuda
+@described.GPUS
 @pytest.mark.long
 @pytest.mark.parametrize('gpu', ['l4:1', 'a100:1', 'h100:1'])
 def test_kernels_for_recurrences_compile_for_gpus(gpu):
   """Shared memory suffices for the heads of all families and for the largest."""
-  command = [sys.executable, 'tests/compile_recurrences.py', 'triton', gpu]
-  env = os.environ | {'PYTHONPATH': str(CLONE), 'JAX_PLATFORMS': 'cpu'}
-  done = subprocess.run(command, capture_output=True, text=True, cwd=CLONE, env=env)
-  assert done.stdout.split() == ['2', '1', '2'] * 4, done.stderr[-3000:]
+  done = children.run('tests/compile_recurrences.py', 'triton', gpu, timeout=3000)
+  assert done.stdout.split() == ['2', '1', '2'] * 4
 
 
-@needs_cuda
+@described.GPUS
 @pytest.mark.long
 @pytest.mark.parametrize('flags, bound', [('', 1.22), ('--xla_gpu_experimental_force_split_k=1', 1.085)])
 def test_planned_decoding_does_not_copy_the_cache(tmp_path, monkeypatch, flags, bound):

@@ -11,6 +11,7 @@ import importlib.util
 import json
 
 import children
+import described
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -186,7 +187,7 @@ def main():
 
 def test_kernel_on_each_of_four_devices_matches_one_device():
   """Each device has 24 token-expert pairs; up to `_ROWS_AT_ONCE` of all devices need no rounds, and so no loop."""
-  results = json.loads(children.run(__file__, devices=4).stdout)
+  results = children.printed(__file__, devices=4)
   assert {k: error for k, (error, _) in results.items() if not error <= 1e-2} == {}
   assert [loops for _, loops in results.values()] == [3, 4, 3, 3]  # three are those of the kernel
 
@@ -385,7 +386,7 @@ print(json.dumps(out))
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec('jax_cuda13_plugin') is None, reason='needs jax[cuda13], but no GPU')
+@described.GPUS
 @pytest.mark.long
 def test_kernel_compiles_for_gpus_without_copies():
   """Training and decoding of Qwen3-30B-A3B and GPT-OSS-20B, an adapter, and sides that are no multiples of a tile."""
@@ -396,8 +397,7 @@ def test_kernel_compiles_for_gpus_without_copies():
     (65536, 2048, 16, 128),
     (999, 40, 24, 5),
   ]
-  done = children.run('-c', COMPILE_FOR_H200.replace('SHAPES', str(shapes)), timeout=900)
-  figures = json.loads(done.stdout.splitlines()[-1])
+  figures = children.printed('-c', COMPILE_FOR_H200.replace('SHAPES', str(shapes)), timeout=900)
   for (n, d, f, _), (memory, flops) in zip(shapes, figures.values(), strict=True):
     assert memory < 2**17  # room for the numbers of tiles, but for no array of rows or matrices
     assert flops == pytest.approx(3 * 2 * n * d * f, rel=0.01)
@@ -425,13 +425,12 @@ print(json.dumps(out))
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='needs jax[tpu], but no TPU')
+@described.TPUS
 @pytest.mark.long
 def test_kernel_compiles_for_tpus_without_copies():
   """Training of Qwen3-30B-A3B and GPT-OSS-20B, whose tiles fit into the fast memory of a v5e."""
   shapes = [(65536, 2048, 768, 128), (65536, 768, 2048, 128), (8192, 2880, 2880, 32)]
-  done = children.run('-c', COMPILE_FOR_V5E.replace('SHAPES', str(shapes)), timeout=900)
-  for memory, calls in json.loads(done.stdout.splitlines()[-1]).values():
+  for memory, calls in children.printed('-c', COMPILE_FOR_V5E.replace('SHAPES', str(shapes)), timeout=900).values():
     assert memory < 2**20 and calls == 1
 
 

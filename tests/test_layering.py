@@ -7,11 +7,10 @@ violation: where, what, and what to do. `test_rule` checks that the clone has no
 
 import ast
 import collections
-import os
 import re
-import subprocess
 import sys
 
+import children
 import pytest
 import reading
 from reading import CLONE, Tree, called, has_code, read
@@ -426,14 +425,7 @@ def test_rule_can_fail(tree, rule):
 def modules_after_importing(*names):
   """Returns the names of all modules that a fresh interpreter has loaded after importing these."""
   code = f'import sys, {", ".join(names)}; print(*sys.modules)'
-  return subprocess.run(
-    [sys.executable, '-c', code],
-    cwd=CLONE,
-    check=True,
-    text=True,
-    capture_output=True,
-    env=os.environ | {'PYTHONPATH': str(CLONE)},
-  ).stdout.split()
+  return children.run('-c', code).stdout.split()
 
 
 def test_importing_jaxpost_imports_no_jax():

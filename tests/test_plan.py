@@ -11,6 +11,7 @@ import sys
 import types
 
 import children
+import described
 import numpy as np
 import pytest
 import rich.console
@@ -24,20 +25,6 @@ from jaxpost.planning import aot, cost, dry_run, hlo, kernels, machines, rooflin
 from jaxpost.rollout import buckets
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
-
-
-def run_code(code, *args, devices=1, **env):
-  """Runs `code` in a process of its own and returns what it prints."""
-  done = subprocess.run(
-    [sys.executable, '-c', code, *args],
-    capture_output=True,
-    text=True,
-    timeout=300,
-    cwd=CLONE,
-    env=children.environment(devices=devices, **env),
-  )
-  assert done.returncode == 0, done.stderr[-3000:]
-  return done.stdout
 
 
 def plan(*args):
@@ -242,7 +229,7 @@ print(json.dumps(dict(
 
 
 def test_flops_of_a_loop_are_multiplied_by_its_trip_count():
-  counts = json.loads(run_code(_LOOPS))
+  counts = children.printed('-c', _LOOPS)
   product = 2 * 16 * 32 * 32
   assert counts['known'] == 36 * product  # 7 x 5, and a loop of unknown length counts once
   assert counts['unknown'] == 1
@@ -276,7 +263,7 @@ print(json.dumps({k: {a: x[:2] for a, x in v.items()}
 
 
 def test_collective_bytes_are_counted_by_kind_and_mesh_axis():
-  traffic = json.loads(run_code(_COLLECTIVES, devices=8))
+  traffic = children.printed('-c', _COLLECTIVES, devices=8)
   gathered_bytes, gathers = traffic['all-gather']['fsdp']
   assert gathers in (1, 6)  # XLA may move the all-gather out of the loop
   assert gathered_bytes == gathers * 3 * 8 * 32 * 4  # a device receives three of the four shards
@@ -598,8 +585,6 @@ class FourChips:
 
 @pytest.mark.parametrize('far, network', [(False, 0.5), (True, 7.2)])
 def test_roofline_of_compute_memory_and_network(far, network):
-  from jaxpost.planning import roofline
-
   topology = machines.parse('v6e:2x2')
   hosts = {i: i // 2 if far else 0 for i in range(4)}
   work = roofline.work(update_row(), FourChips, topology, hosts)
@@ -614,8 +599,6 @@ def test_roofline_of_compute_memory_and_network(far, network):
 
 
 def test_memory_includes_arrays_that_other_programs_keep_on_the_devices():
-  from jaxpost.planning import roofline
-
   generate = dict(
     program='generate',
     arguments=dict(parameters=7, kv_cache=3),
@@ -671,7 +654,7 @@ def test_minimum_traffic_of_fsdp():
   """
   from jaxpost.models import presets, transformer
 
-  figures = json.loads(run_code(_LEAST, devices=4))
+  figures = children.printed('-c', _LEAST, devices=4)
   table = transformer.param_table(presets.PRESETS['xs'])
   sizes = {k: np.prod(v.shape) for k, v in table.items() if 'embed' in v.axes}
   layers = sum(n for k, n in sizes.items() if k.startswith('layers'))
@@ -724,7 +707,7 @@ print(json.dumps([look(json.loads(m), **json.loads(r)) for m, r in zip(
 
 def phases(*pairs):
   """Plans GRPO for each (mesh, options of the rollout); returns bytes, calls and seconds of its programs."""
-  return json.loads(run_code(_PHASES, *(json.dumps(x) for pair in pairs for x in pair), devices=8))
+  return children.printed('-c', _PHASES, *(json.dumps(x) for pair in pairs for x in pair), devices=8)
 
 
 def test_memory_of_separate_device_groups_counts_what_each_holds():
@@ -1183,8 +1166,6 @@ def test_programs_flag_knows_all_compiled_programs():
   ],
 )
 def test_bad_input_is_one_line(args, words):
-  import re
-
   done = plan('--config=configs/sft_gsm8k.py:model=tiny', '--config.eval.data.path=', *args)
   assert done.returncode == 2, done.stderr[-2000:]
   (line,) = [x for x in done.stderr.splitlines() if x.startswith('jaxpost')]
@@ -1192,14 +1173,6 @@ def test_bad_input_is_one_line(args, words):
 
 
 # ---------------------------------------------------------------- accelerators
-
-
-def needs(package, extra):
-  import importlib.util
-
-  return pytest.mark.skipif(
-    importlib.util.find_spec(package) is None, reason=f"no {package}, which compiles for these: pip install '{extra}'"
-  )
 
 
 DESCRIBE = """
@@ -1212,15 +1185,15 @@ for name in sys.argv[1:]:
 """
 
 
-@needs('libtpu', 'jax[tpu]')
+@described.TPUS
 @pytest.mark.long
 def test_parts_of_a_host_are_described_for_tpus():
   """A host of the default slices has 2 x 2 chips; these have fewer along a dimension."""
   names = 'v5e-1', 'v6e-1', 'v5e:1x4', 'v6e:2x1', 'v4:1x1x1', 'v5p:1x1x1', 'tpu7x:1x1x1', 'v5e:2x4'
-  assert run_code(DESCRIBE, *names).split() == [word for name in names for word in (name, 'True')]
+  assert children.run('-c', DESCRIBE, *names).stdout.split() == [word for name in names for word in (name, 'True')]
 
 
-@needs('libtpu', 'jax[tpu]')
+@described.TPUS
 @pytest.mark.long
 @pytest.mark.parametrize('slices', [1, 2])
 def test_plan_for_tpus(slices, tmp_path):
@@ -1248,7 +1221,7 @@ def test_plan_for_tpus(slices, tmp_path):
   assert slices == 1 or between_hosts['data'] is True
 
 
-@needs('jax_cuda13_plugin', 'jax[cuda13]')
+@described.GPUS
 @pytest.mark.long
 def test_plan_for_gpus(tmp_path):
   out = tmp_path / 'plan.json'
@@ -1268,7 +1241,7 @@ def test_plan_for_gpus(tmp_path):
   assert between_hosts['fsdp'] is True and between_hosts['tensor'] is False
 
 
-@needs('jax_cuda13_plugin', 'jax[cuda13]')
+@described.GPUS
 @pytest.mark.long
 @pytest.mark.parametrize('name', ['a100', 'a100_40gb', 'l4', 'h100'])
 def test_plan_for_gpus_of_each_kind(name, tmp_path):
@@ -1291,11 +1264,7 @@ def test_plan_for_gpus_of_each_kind(name, tmp_path):
 
 def test_search_proposes_the_fastest_settings_that_fit(monkeypatch):
   """With fake plans, in which tensor=2 is fastest, and does not fit without rematerialization."""
-  import io
-
-  import rich.console
-
-  from jaxpost.planning import search, stage
+  from jaxpost.planning import search
 
   def fake_plan(prepared, options):
     tensor = 2 if 'tensor=2' in prepared.config.mesh.train else 1
@@ -1327,8 +1296,6 @@ def test_search_proposes_the_fastest_settings_that_fit(monkeypatch):
 
 def stage_of(path, train=None, **over):
   """A stage of the model at `path`; `train` replaces fields after the rows were made."""
-  from jaxpost.planning import stage
-
   (prepared,) = dry_run.prepare_all(dict(algorithm='sft', data=dict(path='none'), model=dict(path=path), **over))
   return stage.vary(prepared, {f'train.{k}': v for k, v in (train or {}).items()})
 

@@ -1,10 +1,6 @@
 """`programs.reshard.Reshard`: parameters of the trainer become weights of the sampler, a group of layers at a time."""
 
 import dataclasses
-import json
-import pathlib
-import subprocess
-import sys
 
 import children
 import jax
@@ -148,14 +144,6 @@ print(json.dumps(dict(
 
 def test_all_weights_have_the_rollout_mesh_and_shared_ones_no_copy():
   """Kernels with partitioning rules of their own require one mesh, also of the weights that share buffers."""
-  done = subprocess.run(
-    [sys.executable, '-c', MESHES],
-    capture_output=True,
-    text=True,
-    cwd=pathlib.Path(__file__).parents[1],
-    env=children.environment(devices=8),
-  )
-  assert done.returncode == 0, done.stderr[-3000:]
-  report = json.loads(done.stdout.splitlines()[-1])
+  report = children.printed('-c', MESHES, devices=8)
   assert len(report['meshes']) == 1 and "'data': 8" in report['meshes'][0]
   assert report['shared'] and report['right']

@@ -54,8 +54,8 @@ def results(tmp_path_factory):
 
   folder = tmp_path_factory.mktemp('ahead')
   tiny.folder(folder / 'model', num_heads=4, num_kv_heads=4)
-  run = children.run(__file__, str(folder), devices=8, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0', timeout=600)
-  return json.loads(run.stdout.splitlines()[-1])
+  variables = dict(JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0')
+  return children.printed(__file__, str(folder), devices=8, timeout=600, **variables)
 
 
 @pytest.mark.parametrize('name', ['sync', 'one', 'three', 'same devices'])

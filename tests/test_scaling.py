@@ -3,9 +3,9 @@
 import json
 import os
 import pathlib
-import subprocess
 import sys
 
+import children
 import pytest
 
 from jaxpost.errors import InputError
@@ -111,25 +111,8 @@ def test_figures_from_recorded_lines_of_a_cluster(tmp_path):
 def test_benchmark_runs_real_processes_with_a_core_each(what, batch):
   if len(os.sched_getaffinity(0)) < 2:
     pytest.skip('one core: nothing to speed up on')
-  done = subprocess.run(
-    [
-      sys.executable,
-      'benchmarks/scaling.py',
-      '--shape=nano',
-      f'--workloads={what}',
-      f'--batch={batch}',
-      '--rounds=1',
-      '--steps=2',
-      '--new=8',
-    ],
-    cwd=ROOT,
-    text=True,
-    capture_output=True,
-    env=os.environ | {'PYTHONPATH': str(ROOT)},
-    timeout=1800,
-  )
-  assert done.returncode == 0, done.stderr[-3000:]
-  rows = json.loads(done.stdout.splitlines()[-1])
+  options = '--shape=nano', f'--workloads={what}', f'--batch={batch}', '--rounds=1', '--steps=2', '--new=8'
+  rows = children.printed('benchmarks/scaling.py', *options, timeout=1800)
   assert [(r['mode'], r['processes'], r['batch']) for r in rows] == [('strong', 2, batch), ('weak', 2, 2 * batch)]
   assert all(r['speedup'] > 0 for r in rows)  # its size depends on the machine
   assert all(0 <= r['communication_share'] < 1 for r in rows)

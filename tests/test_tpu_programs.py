@@ -3,13 +3,10 @@
 They need libtpu, but no TPU.
 """
 
-import importlib.util
-import json
-import os
 import pathlib
-import subprocess
-import sys
 
+import children
+import described
 import pytest
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
@@ -45,12 +42,7 @@ print(json.dumps([
     for row in compiled.rows]))
 """
 
-pytestmark = [
-  pytest.mark.long,
-  pytest.mark.skipif(
-    importlib.util.find_spec('libtpu') is None, reason="no libtpu, which compiles for these: pip install 'jax[tpu]'"
-  ),
-]
+pytestmark = [pytest.mark.long, described.TPUS]
 
 
 def compiled(topology, *programs, mesh, slots, page_size=0, layers=2, whole=False):
@@ -58,15 +50,8 @@ def compiled(topology, *programs, mesh, slots, page_size=0, layers=2, whole=Fals
 
   whole: only programs that decode all slots and read all of the cache.
   """
-  done = subprocess.run(
-    [sys.executable, '-c', DRIVER, topology, mesh, *map(str, (layers, slots, page_size, int(whole))), *programs],
-    capture_output=True,
-    text=True,
-    cwd=CLONE,
-    env=os.environ | {'PYTHONPATH': os.pathsep.join([str(CLONE), os.environ.get('PYTHONPATH', '')])},
-  )
-  assert done.returncode == 0, done.stderr[-3000:]
-  rows = json.loads(done.stdout.splitlines()[-1])
+  sizes = map(str, (layers, slots, page_size, int(whole)))
+  rows = children.printed('-c', DRIVER, topology, mesh, *sizes, *programs, timeout=3000)
   assert {row['program'] for row in rows} == set(programs)
   return rows
 
@@ -89,9 +74,8 @@ def test_programs_of_the_sampler_compile_for_tpus_and_copy_no_cache(topology):
 @pytest.mark.parametrize('topology', ['v4:2x2x1', 'v5e-1', 'v5p:2x2x1', 'v6e-1', 'tpu7x:2x2x1'])
 def test_kernels_for_recurrences_compile_for_tpus(topology):
   """Vector memory suffices for the heads of all families and for the largest; XLA computes single tokens."""
-  command = [sys.executable, 'tests/compile_recurrences.py', 'mosaic', topology]
-  done = subprocess.run(command, capture_output=True, text=True, cwd=CLONE, env=os.environ | {'PYTHONPATH': str(CLONE)})
-  assert done.stdout.split() == ['2', '1', '0'] * 4, done.stderr[-3000:]
+  done = children.run('tests/compile_recurrences.py', 'mosaic', topology, timeout=3000)
+  assert done.stdout.split() == ['2', '1', '0'] * 4
 
 
 def test_decoding_from_pages_compiles_for_tpus():
