@@ -299,30 +299,6 @@ KIMI = dict(
 )
 
 
-@pytest.mark.parametrize(
-  'fields, words',
-  [
-    (dict(linear_head_dim=64), 'linear_head_dim=64 contradicts linear_attn_config.head_dim=128'),
-    (dict(linear_num_heads=0, linear_attn_config={}), 'linear_num_heads=0 must be'),
-    (dict(linear_attn_config=dict(gate_lower_bound=-5.0)), 'linear_attn_config.gate_lower_bound'),
-    (dict(linear_attn_config=[4]), 'linear_attn_config=.* must be an object'),
-    (dict(linear_attn_config=dict(kda_layers=[1], full_attn_layers=[2])), 'each of the 27 layers once'),
-    (dict(layer_types=['linear_attention'] * 27), 'layer_types=.* contradicts linear_attn_config'),
-    (dict(mlp_layer_types=['sparse'] * 26 + ['dense']), 'mlp_layer_types'),
-    (dict(mlp_layer_types=['dense'] * 2 + ['sparse'] * 25), 'first_k_dense_replace=1 contradicts dense layers'),
-    (dict(first_k_dense_replace=27), 'first_k_dense_replace=27'),
-    (dict(mla_use_nope=False), 'mla_use_nope'),
-    (dict(head_dim=64, qk_rope_head_dim=32), 'head_dim=64'),
-    (dict(num_key_value_heads=8), 'num_key_value_heads=8'),
-    (dict(kv_lora_rank=None), 'kv_lora_rank'),
-  ],
-)
-def test_unsupported_kimi_linear_config_is_refused(fields, words):
-  with pytest.raises(InputError, match=f'^config.json: .*{words}') as e:
-    config_json.from_hf(KIMI | fields, 'config.json')
-  assert '\n' not in str(e.value)
-
-
 def test_kimi_linear_is_written_as_it_is_published():
   """Some readers know the layers only from `linear_attn_config`, and dense layers only as `mlp`."""
   cfg, _ = config_json.from_hf(KIMI, 'here')
@@ -333,7 +309,7 @@ def test_kimi_linear_is_written_as_it_is_published():
   assert name == 'model.layers.0.mlp.gate_proj.weight'
 
 
-RAW = dict(
+QWEN3_NEXT = dict(
   model_type='qwen3_next',
   vocab_size=131,
   hidden_size=32,
@@ -345,34 +321,11 @@ RAW = dict(
 
 
 def test_layers_follow_the_interval_where_layer_types_are_missing():
-  cfg, unread = config_json.from_hf(RAW, 'config.json')
+  cfg, unread = config_json.from_hf(QWEN3_NEXT, 'config.json')
   assert cfg.mixers == ('delta', 'delta', 'delta', 'layers') * 2 and not unread
   assert cfg.rotary_dim == 64 and cfg.experts.shared_gate and cfg.joined
   assert config_json.from_hf(config_export.to_hf(cfg), 'here') == (cfg, [])
   assert saved_config.from_json(json.loads(json.dumps(dataclasses.asdict(cfg)))) == cfg
-
-
-@pytest.mark.parametrize(
-  'fields, words',
-  [
-    (dict(linear_num_key_heads=3), 'linear_num_key_heads=3 must divide linear_num_value_heads=4'),
-    (dict(linear_conv_kernel_dim=1), 'linear_conv_kernel_dim=1 must be'),
-    (dict(linear_key_head_dim='8'), 'linear_key_head_dim'),
-    (dict(full_attention_interval=0), 'full_attention_interval'),
-    (dict(shared_expert_intermediate_size=None), 'shared_expert_intermediate_size'),
-    (dict(layer_types=['linear_attention'] * 7), 'layer_types'),
-    (dict(layer_types=['sliding_attention'] * 8), 'layer_types'),
-    (dict(layer_types=['linear_attention'] * 8), 'alone'),
-    (dict(hidden_act='gelu'), 'hidden_act'),
-    (dict(attention_bias=True), 'attention_bias'),
-    (dict(mlp_only_layers=[1]), 'mlp_only_layers'),
-    (dict(attn_output_gate=False), 'attn_output_gate'),
-  ],
-)
-def test_unsupported_qwen3_next_config_is_refused(fields, words):
-  with pytest.raises(InputError, match=f'^config.json: .*{words}') as e:
-    config_json.from_hf(RAW | fields, 'config.json')
-  assert '\n' not in str(e.value)
 
 
 LFM2 = dict(
@@ -413,28 +366,6 @@ def test_granite_is_read_as_it_is_published():
   assert config_json.from_hf(config_export.to_hf(cfg), 'here') == (cfg, [])
 
 
-@pytest.mark.parametrize(
-  'fields, words',
-  [
-    (dict(num_local_experts=4), 'num_experts_per_tok=0 must be'),
-    (dict(time_step_limit=[0.001, 0.1]), 'time_step_limit'),
-    (dict(position_embedding_type='learned'), 'position_embedding_type'),
-    (dict(mamba_n_heads=5), 'mamba_n_heads=5'),
-    (dict(mamba_n_groups=3), 'mamba_n_groups=3 must divide'),
-    (dict(mamba_d_conv=1), 'mamba_d_conv=1 must be'),
-    (dict(mamba_proj_bias=True), 'mamba_proj_bias'),
-    (dict(layer_types=['mamba', 'mamba']), 'alone'),
-    (dict(layer_types=['conv', 'attention']), 'layer_types'),
-    (dict(normalization_function='layernorm'), 'normalization_function'),
-    (dict(hidden_act='gelu'), 'hidden_act'),
-  ],
-)
-def test_unsupported_granite_config_is_refused(fields, words):
-  with pytest.raises(InputError, match=f'^config.json: .*{words}') as e:
-    config_json.from_hf(GRANITE | fields, 'config.json')
-  assert '\n' not in str(e.value)
-
-
 def test_sizes_that_lfm2_derives_are_written_explicitly():
   cfg, unread = config_json.from_hf(LFM2 | dict(block_multiple_of=10, conv_dim=32, use_pos_enc=True), 'config.json')
   assert cfg.mixers == ('convolution', 'convolution', 'layers', 'layers') and not unread
@@ -442,28 +373,6 @@ def test_sizes_that_lfm2_derives_are_written_explicitly():
   written = config_export.to_hf(cfg)
   assert (written['norm_eps'], written['intermediate_size'], written['block_auto_adjust_ff_dim']) == (1e-4, 40, False)
   assert config_json.from_hf(written, 'here') == (cfg, [])
-
-
-@pytest.mark.parametrize(
-  'fields, words',
-  [
-    (dict(conv_bias=True), 'conv_bias=True'),
-    (dict(conv_L_cache=1), 'conv_L_cache=1 must be'),
-    (dict(full_attn_idxs=[4]), 'full_attn_idxs=.* below 4'),
-    (dict(full_attn_idxs=None), 'alone'),
-    (dict(layer_types=['conv'] * 4), 'contradicts full_attn_idxs'),
-    (dict(layer_types=['conv', 'full_attention'] * 2, full_attn_idxs=None, num_hidden_layers=3), 'must be 3 times'),
-    (dict(num_attention_heads=5, num_key_value_heads=5, head_dim=8), 'hidden_size=32'),
-    (dict(block_multiple_of=0), 'block_multiple_of'),
-    (dict(block_ffn_dim_multiplier=-1), 'block_ffn_dim_multiplier'),
-    (dict(block_auto_adjust_ff_dim='yes'), 'block_auto_adjust_ff_dim'),
-    (dict(hidden_act='gelu'), 'hidden_act'),
-  ],
-)
-def test_unsupported_lfm2_config_is_refused(fields, words):
-  with pytest.raises(InputError, match=f'^config.json: .*{words}') as e:
-    config_json.from_hf(LFM2 | fields, 'config.json')
-  assert '\n' not in str(e.value)
 
 
 def test_folder_may_hold_multi_token_modules_but_no_other_unknown_tensor(tmp_path):
@@ -477,18 +386,6 @@ def test_folder_may_hold_multi_token_modules_but_no_other_unknown_tensor(tmp_pat
   safetensors.numpy.save_file(tensors | {'other.fc.weight': extra}, file, metadata={'format': 'pt'})
   with pytest.raises(InputError, match='other.fc.weight'):
     hf.check(tmp_path, model.config)
-
-
-def test_parameter_counts_are_those_published():
-  shape = dict(
-    vocab_size=151_936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=16, num_key_value_heads=2
-  )
-  cfg, _ = config_json.from_hf(dict(model_type='qwen3_next') | shape, 'here')
-  assert transformer.num_params(cfg) / 1e9 == pytest.approx(80, rel=0.01)
-  assert transformer.num_active(cfg, transformer.param_table(cfg)) / 1e9 == pytest.approx(3.9, rel=0.03)
-  shape = dict(vocab_size=65_536, hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, block_ff_dim=12_288)
-  cfg, _ = config_json.from_hf(dict(model_type='lfm2', full_attn_idxs=[2, 5, 8, 10, 12, 14]) | shape, 'here')
-  assert transformer.num_params(cfg) / 1e9 == pytest.approx(1.17, rel=0.01)
 
 
 NEMOTRON = dict(
@@ -512,19 +409,86 @@ OLMO = dict(model_type='olmo_hybrid', vocab_size=100_352, hidden_size=3840, num_
 )
 
 
-@pytest.mark.parametrize(
-  'raw, size, active', [(NEMOTRON, 31.6, 3.6), (LFM2_MOE, 8.3, 1.5), (OLMO, 7.4, 7.4), (KIMI, 49.1, 3.5)]
+QWEN3_NEXT_80B = dict(model_type='qwen3_next', vocab_size=151_936, hidden_size=2048, num_hidden_layers=48) | dict(
+  num_attention_heads=16, num_key_value_heads=2
 )
-def test_published_configs_are_read(raw, size, active):
+LFM2_1_2B = dict(model_type='lfm2', vocab_size=65_536, hidden_size=2048, num_hidden_layers=16) | dict(
+  num_attention_heads=32, block_ff_dim=12_288, full_attn_idxs=[2, 5, 8, 10, 12, 14]
+)
+
+
+@pytest.mark.parametrize(
+  'raw, size, active',
+  [
+    (NEMOTRON, 31.6, 3.6),
+    (LFM2_MOE, 8.3, 1.5),
+    (OLMO, 7.4, 7.4),
+    (KIMI, 49.1, 3.5),
+    (QWEN3_NEXT_80B, 80, 3.9),
+    (LFM2_1_2B, 1.17, 1.17),
+  ],
+)
+def test_published_configs_are_read_and_have_the_published_sizes(raw, size, active):
   cfg, unread = config_json.from_hf(raw, 'here')
   assert not unread and config_json.from_hf(config_export.to_hf(cfg), 'here') == (cfg, [])
   assert transformer.num_params(cfg) / 1e9 == pytest.approx(size, rel=0.01)
-  assert transformer.num_active(cfg, transformer.param_table(cfg)) / 1e9 == pytest.approx(active, rel=0.05)
+  assert transformer.num_active(cfg, transformer.param_table(cfg)) / 1e9 == pytest.approx(active, abs=0.07)
 
 
 @pytest.mark.parametrize(
   'raw, fields, words',
   [
+    (KIMI, dict(linear_head_dim=64), 'linear_head_dim=64 contradicts linear_attn_config.head_dim=128'),
+    (KIMI, dict(linear_num_heads=0, linear_attn_config={}), 'linear_num_heads=0 must be'),
+    (KIMI, dict(linear_attn_config=dict(gate_lower_bound=-5.0)), 'linear_attn_config.gate_lower_bound'),
+    (KIMI, dict(linear_attn_config=[4]), 'linear_attn_config=.* must be an object'),
+    (KIMI, dict(linear_attn_config=dict(kda_layers=[1], full_attn_layers=[2])), 'each of the 27 layers once'),
+    (KIMI, dict(layer_types=['linear_attention'] * 27), 'layer_types=.* contradicts linear_attn_config'),
+    (KIMI, dict(mlp_layer_types=['sparse'] * 26 + ['dense']), 'mlp_layer_types'),
+    (KIMI, dict(mlp_layer_types=['dense'] * 2 + ['sparse'] * 25), 'first_k_dense_replace=1 contradicts dense layers'),
+    (KIMI, dict(first_k_dense_replace=27), 'first_k_dense_replace=27'),
+    (KIMI, dict(mla_use_nope=False), 'mla_use_nope'),
+    (KIMI, dict(head_dim=64, qk_rope_head_dim=32), 'head_dim=64'),
+    (KIMI, dict(num_key_value_heads=8), 'num_key_value_heads=8'),
+    (KIMI, dict(kv_lora_rank=None), 'kv_lora_rank'),
+    (QWEN3_NEXT, dict(linear_num_key_heads=3), 'linear_num_key_heads=3 must divide linear_num_value_heads=4'),
+    (QWEN3_NEXT, dict(linear_conv_kernel_dim=1), 'linear_conv_kernel_dim=1 must be'),
+    (QWEN3_NEXT, dict(linear_key_head_dim='8'), 'linear_key_head_dim'),
+    (QWEN3_NEXT, dict(full_attention_interval=0), 'full_attention_interval'),
+    (QWEN3_NEXT, dict(shared_expert_intermediate_size=None), 'shared_expert_intermediate_size'),
+    (QWEN3_NEXT, dict(layer_types=['linear_attention'] * 7), 'layer_types'),
+    (QWEN3_NEXT, dict(layer_types=['sliding_attention'] * 8), 'layer_types'),
+    (QWEN3_NEXT, dict(layer_types=['linear_attention'] * 8), 'alone'),
+    (QWEN3_NEXT, dict(hidden_act='gelu'), 'hidden_act'),
+    (QWEN3_NEXT, dict(attention_bias=True), 'attention_bias'),
+    (QWEN3_NEXT, dict(mlp_only_layers=[1]), 'mlp_only_layers'),
+    (QWEN3_NEXT, dict(attn_output_gate=False), 'attn_output_gate'),
+    (GRANITE, dict(num_local_experts=4), 'num_experts_per_tok=0 must be'),
+    (GRANITE, dict(time_step_limit=[0.001, 0.1]), 'time_step_limit'),
+    (GRANITE, dict(position_embedding_type='learned'), 'position_embedding_type'),
+    (GRANITE, dict(mamba_n_heads=5), 'mamba_n_heads=5'),
+    (GRANITE, dict(mamba_n_groups=3), 'mamba_n_groups=3 must divide'),
+    (GRANITE, dict(mamba_d_conv=1), 'mamba_d_conv=1 must be'),
+    (GRANITE, dict(mamba_proj_bias=True), 'mamba_proj_bias'),
+    (GRANITE, dict(layer_types=['mamba', 'mamba']), 'alone'),
+    (GRANITE, dict(layer_types=['conv', 'attention']), 'layer_types'),
+    (GRANITE, dict(normalization_function='layernorm'), 'normalization_function'),
+    (GRANITE, dict(hidden_act='gelu'), 'hidden_act'),
+    (LFM2, dict(conv_bias=True), 'conv_bias=True'),
+    (LFM2, dict(conv_L_cache=1), 'conv_L_cache=1 must be'),
+    (LFM2, dict(full_attn_idxs=[4]), 'full_attn_idxs=.* below 4'),
+    (LFM2, dict(full_attn_idxs=None), 'alone'),
+    (LFM2, dict(layer_types=['conv'] * 4), 'contradicts full_attn_idxs'),
+    (
+      LFM2,
+      dict(layer_types=['conv', 'full_attention'] * 2, full_attn_idxs=None, num_hidden_layers=3),
+      'must be 3 times',
+    ),
+    (LFM2, dict(num_attention_heads=5, num_key_value_heads=5, head_dim=8), 'hidden_size=32'),
+    (LFM2, dict(block_multiple_of=0), 'block_multiple_of'),
+    (LFM2, dict(block_ffn_dim_multiplier=-1), 'block_ffn_dim_multiplier'),
+    (LFM2, dict(block_auto_adjust_ff_dim='yes'), 'block_auto_adjust_ff_dim'),
+    (LFM2, dict(hidden_act='gelu'), 'hidden_act'),
     (NEMOTRON, dict(hybrid_override_pattern='M*X'), "hybrid_override_pattern='M.X' must be"),
     (NEMOTRON, dict(hybrid_override_pattern=None), 'layers_block_type'),
     (NEMOTRON, dict(hybrid_override_pattern='M*'), 'without an MLP'),
@@ -544,7 +508,7 @@ def test_published_configs_are_read(raw, size, active):
     (OLMO, dict(linear_allow_neg_eigval='no'), 'linear_allow_neg_eigval'),
   ],
 )
-def test_unsupported_nemotron_lfm2_moe_and_olmo_configs_are_refused(raw, fields, words):
+def test_unsupported_config_is_refused_by_the_name_of_its_field(raw, fields, words):
   with pytest.raises(InputError, match=f'^config.json: .*{words}') as e:
     config_json.from_hf(raw | fields, 'config.json')
   assert '\n' not in str(e.value)
