@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -50,6 +51,13 @@ def run(file: str, *arguments: str, devices: int = 1, timeout: int = 400, **more
 def printed(file: str, *arguments: str, **options):
   """Returns what the last line of `run` with these arguments says as JSON."""
   return json.loads(run(file, *arguments, **options).stdout.splitlines()[-1])
+
+
+def free_address() -> str:
+  """Returns the host and a free port of this machine, at which processes can meet."""
+  with socket.socket() as probe:
+    probe.bind(('localhost', 0))
+    return f'localhost:{probe.getsockname()[1]}'
 
 
 class RunDelay:

@@ -540,3 +540,15 @@ def z_scores(measured: tuple[np.ndarray, np.ndarray], exact: np.ndarray) -> np.n
   error = count[:, None] * (sampled - mean) / count.mean()
   standard = np.sqrt((error**2).sum(axis=0) / (len(error) - 1) / len(error))
   return (mean - along @ exact) / standard
+
+
+def agree(measured: tuple[np.ndarray, np.ndarray], expected: np.ndarray) -> None:
+  """Checks a measured gradient within 4 standard errors, and that 1.5 times the exact one would fail."""
+  scores, scores_of_longer = (z_scores(measured, x) for x in (expected, 1.5 * expected))
+  assert np.abs(scores).max() < 4, scores
+  assert np.abs(scores_of_longer).max() > 4, scores_of_longer
+
+
+def kl(p, q):
+  """Returns the divergence of probabilities p [..., K] from q."""
+  return (p * jnp.log(p / q)).sum(axis=-1)

@@ -58,13 +58,9 @@ def parts(config):
   return roles
 
 
-def pointers(tree):
-  return {x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)}
-
-
 def shares(role, policy):
   """Whether the arrays of a role include those of the frozen base of the policy."""
-  return pointers(policy.frozen['params']) <= pointers(role.params)
+  return tiny.pointers(policy.frozen['params']) <= tiny.pointers(role.params)
 
 
 @pytest.mark.parametrize('kind', ['', 'int8'])
@@ -139,7 +135,7 @@ def test_adapters_served_together_share_the_base_and_answer_as_alone(trained_ada
   by_name = inference.adapters(weights, flags)
   assert list(by_name) == ['one', 'two']
   for w in by_name.values():
-    assert pointers(weights.params) <= pointers(w.params)
+    assert tiny.pointers(weights.params) <= tiny.pointers(w.params)
   prompts = completions.make_prompts(weights, ['1+2=', '30+4='], as_chat=False)
   draws, rows = completions.Draws(max_new_tokens=8, temperature=0.0), []
   completion_files.complete_all(by_name, prompts, draws, 'data=-1', '', source='', show=rows.append)
@@ -258,11 +254,11 @@ def check_shared(base, kind, targets=''):
   """Asserts that an engine on the shared base holds only adapters of its own and samples as with merged weights."""
   policy, engine, moved = sampler(base, kind, True, targets)
   merged_policy, merged, moved_merged = sampler(base, kind, False, targets)
-  base_pointers = pointers(policy.frozen['params'])
-  assert base_pointers <= pointers(engine.weights)
-  assert not base_pointers & pointers(merged.weights)
-  trained_pointers = pointers(policy.state.params)  # an update donates these arrays
-  assert not trained_pointers & pointers(engine.weights)
+  base_pointers = tiny.pointers(policy.frozen['params'])
+  assert base_pointers <= tiny.pointers(engine.weights)
+  assert not base_pointers & tiny.pointers(merged.weights)
+  trained_pointers = tiny.pointers(policy.state.params)  # an update donates these arrays
+  assert not trained_pointers & tiny.pointers(engine.weights)
   assert moved == sum(x.nbytes for x in jax.tree.leaves(policy.state.params)) < moved_merged / 2
   prompts = [Prompt(i, np.arange(40, 45 + i, dtype=np.int32), '', {}) for i in range(3)]
   shared_rollout, merged_rollout = (

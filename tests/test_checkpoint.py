@@ -10,7 +10,6 @@ import pathlib
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -601,12 +600,10 @@ def test_watchdog_does_not_end_a_save_longer_than_its_limit(tmp_path):
 
 
 def test_two_processes_restore_the_same_step_after_damage(tmp_path):
-  with socket.socket() as probe:
-    probe.bind(('localhost', 0))
-    port = probe.getsockname()[1]
+  address = children.free_address()
   code = """
     jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-    jax.distributed.initialize(f'localhost:{sys.argv[2]}', 2, int(sys.argv[3]))
+    jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[3]))
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((2,), ('d',), axis_types=auto)
     def spread(x):
@@ -637,9 +634,9 @@ def test_two_processes_restore_the_same_step_after_damage(tmp_path):
     ck.close()
     print('warned', len(lines))
   """
-  children = [start_child(code, tmp_path, port, index) for index in (0, 1)]
-  results = [child.communicate(timeout=120) for child in children]
-  for child, (out, err) in zip(children, results):
+  processes = [start_child(code, tmp_path, address, index) for index in (0, 1)]
+  results = [process.communicate(timeout=120) for process in processes]
+  for child, (out, err) in zip(processes, results):
     assert child.returncode == 0, out + err
   assert [out.split()[-1] for out, _ in results] == ['1', '0']
   step, state, _, _ = restore(tmp_path)

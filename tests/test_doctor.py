@@ -4,10 +4,10 @@ import collections
 import io
 import pathlib
 import resource
-import socket
 import subprocess
 import sys
 
+import children
 import pytest
 
 from jaxpost.tools import chat, doctor
@@ -57,16 +57,14 @@ def test_doctor_command_fails_exactly_if_it_proposes_a_fix(tmp_path):
 
 @pytest.mark.long
 def test_doctor_of_two_hosts_measures_their_connection(tmp_path):
-  with socket.socket() as probe:
-    probe.bind(('localhost', 0))
-    port = probe.getsockname()[1]
-  command = [sys.executable, '-m', 'launch.doctor', f'--workdir={tmp_path}', f'--coordinator=localhost:{port}']
-  children = [
+  address = children.free_address()
+  command = [sys.executable, '-m', 'launch.doctor', f'--workdir={tmp_path}', f'--coordinator={address}']
+  processes = [
     subprocess.Popen([*command, '--num_processes=2', f'--process_id={i}'], cwd=CLONE, text=True, stdout=subprocess.PIPE)
     for i in (0, 1)
   ]
-  for child in children:
-    out = child.communicate(timeout=200)[0]
+  for process in processes:
+    out = process.communicate(timeout=200)[0]
     assert 'hosts: 0: ' in out and '1 devices), 1: ' in out and 'all-reduce of 16 MiB a device: ' in out
     assert float(out.split('and back: ')[1].split(' ms')[0]) > 0
 

@@ -10,12 +10,12 @@ import pathlib
 import subprocess
 import sys
 
+import children
 import episodes
 import jax
 import numpy as np
 import pytest
 import tiny
-from test_processes import free_address
 
 import jaxpost
 from jaxpost.distributed import cluster
@@ -200,8 +200,8 @@ def main(folder, tag, rank, count, address):
 
 
 def test_two_processes_sample_the_same_episodes_as_one(folder, run):
-  address = free_address()
-  children = [
+  address = children.free_address()
+  processes = [
     subprocess.Popen(
       [sys.executable, __file__, str(folder), 'two', str(rank), '2', address],
       cwd=ROOT,
@@ -213,12 +213,12 @@ def test_two_processes_sample_the_same_episodes_as_one(folder, run):
     for rank in range(2)
   ]
   try:
-    outputs = [child.communicate(timeout=500) for child in children]
+    outputs = [process.communicate(timeout=500) for process in processes]
   finally:
-    for child in children:
-      child.kill()
-  for child, (out, err) in zip(children, outputs):
-    assert child.returncode == 0, out[-2000:] + err[-4000:]
+    for process in processes:
+      process.kill()
+  for process, (out, err) in zip(processes, outputs):
+    assert process.returncode == 0, out[-2000:] + err[-4000:]
   two_processes, one_process = (rollout_files.load(x / 'rollouts/grpo/1.npz')[0] for x in (folder / 'two', run))
   equal_rows = (two_processes.completions == one_process.completions).all(axis=1)
   assert equal_rows.mean() > 0.9, equal_rows

@@ -478,32 +478,15 @@ def reference(tmp_path_factory):
   return get
 
 
-def load(folder):
-  model = model_lib.build(hf.read_config(folder))
-  hf.check(folder, model.config)
-  return model, hf.load_params(folder, model, model.shardings(tiny.one_device()), 'float32')
-
-
-def torch_logits(network, ids):
-  import torch
-
-  with torch.no_grad():
-    return network(torch.tensor(ids).long()).logits.numpy()
-
-
-def difference(ours, theirs) -> float:
-  return tiny.largest(ours - theirs) / tiny.largest(theirs)
-
-
 def logit_error(folder, network) -> float:
   """Returns the relative error of the logits of long rows.
 
   Families whose rope depends on the length of a document are also compared on short rows.
   """
-  model, params = load(folder)
+  model, params = tiny.load(folder)
   lengths = (LENGTH, 12) if rope_lib.by_length(model.config) else (LENGTH,)
   rows = [tiny.tokens((2, n)) for n in lengths]
-  return max(difference(tiny.logits(model, params, ids), torch_logits(network, ids)) for ids in rows)
+  return max(tiny.difference(tiny.logits(model, params, ids), tiny.torch_logits(network, ids)) for ids in rows)
 
 
 def stored_gradients(network):
@@ -533,7 +516,7 @@ def gradient_error(folder, network) -> float:
   loss = torch.sum(torch.log_softmax(network(torch.tensor(ids).long()).logits, -1) * torch.tensor(weights))
   loss.backward()
   theirs = stored_gradients(network)
-  model, params = load(folder)
+  model, params = tiny.load(folder)
 
   def ours(params):
     out = head_chunk.logits(tiny.hidden(model, params, ids), model.head(params), model.config.logit_form, 'float32')
@@ -542,7 +525,7 @@ def gradient_error(folder, network) -> float:
   grads = jax.jit(jax.grad(ours))(params)
   exported = dict(hf_export.export_tensors(tensor_layout.table(model.config), grads, np.dtype('float32')))
   assert set(theirs) == set(exported)
-  return max(difference(exported[k], g) if np.any(g) else tiny.largest(exported[k]) for k, g in theirs.items())
+  return max(tiny.difference(exported[k], g) if np.any(g) else tiny.largest(exported[k]) for k, g in theirs.items())
 
 
 @pytest.mark.parametrize('case', CASES)
@@ -575,7 +558,7 @@ def test_import_and_export_give_the_same_bits(reference, tmp_path, case):
   from transformers import AutoModelForCausalLM
 
   folder, network = reference(case)
-  model, params = load(folder)
+  model, params = tiny.load(folder)
   hf_export.save(tmp_path / 'x', model, params)
   jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), tensors(folder), tensors(tmp_path / 'x'))
   config_of_export = hf.read_config(tmp_path / 'x')
@@ -586,7 +569,7 @@ def test_import_and_export_give_the_same_bits(reference, tmp_path, case):
   kind = type(network) if case == 'mistral4' else AutoModelForCausalLM
   exported = kind.from_pretrained(tmp_path / 'x', attn_implementation='eager').eval()
   ids = tiny.tokens((2, LENGTH))
-  np.testing.assert_array_equal(torch_logits(exported, ids), torch_logits(network, ids))
+  np.testing.assert_array_equal(tiny.torch_logits(exported, ids), tiny.torch_logits(network, ids))
 
 
 def greedy(model, params, prompts, lengths, steps):
@@ -629,7 +612,7 @@ def test_decode_and_packed_rows_match_forward_of_one_text(reference, case):
   """
   torch = pytest.importorskip('torch')
   folder, network = reference(case)
-  model, params = load(folder)
+  model, params = tiny.load(folder)
   # If rope depends on the length of a document, all documents are on the same side of the limit of 16 tokens.
   longrope = rope_lib.by_length(model.config) == 16
   lengths = np.array([17, 20] if longrope else [9, 13], np.int32)
@@ -648,18 +631,18 @@ def test_decode_and_packed_rows_match_forward_of_one_text(reference, case):
     tiny.hidden(model, params, texts, segments=is_token.astype(np.int32), positions=token_positions)
   )
   for row, n in enumerate(lengths):
-    assert difference(hidden[row], unpacked[row, n - 1 : n - 1 + steps]) <= LOGITS
+    assert tiny.difference(hidden[row], unpacked[row, n - 1 : n - 1 + steps]) <= LOGITS
   compute = dataclasses.replace(tiny.EXACT, unroll=False, q_chunk=16)
   segments = np.repeat([1, 2], ends)[None]
   packed = tiny.hidden(
     model, params, texts[is_token][None], compute, segments, positions=token_positions[is_token][None]
   )
-  assert difference(packed[0], unpacked[is_token]) <= LOGITS
+  assert tiny.difference(packed[0], unpacked[is_token]) <= LOGITS
 
 
 @pytest.mark.parametrize('case', ['mistral', 'gemma3'])
 def test_windows_reach_into_the_shared_part_of_branches(reference, case):
-  model, params = load(reference(case)[0])
+  model, params = tiny.load(reference(case)[0])
   ids = tiny.tokens((1, 28))
   prompt, first, second = ids[:, :8], ids[:, 8:18], ids[:, 18:]
 
@@ -678,15 +661,15 @@ def test_windows_reach_into_the_shared_part_of_branches(reference, case):
     )
   )
   out = forward(params)[0]
-  assert difference(out[8:18], unshared(first)) <= 1e-5
-  assert difference(out[18:], unshared(second)) <= 1e-5
+  assert tiny.difference(out[8:18], unshared(first)) <= 1e-5
+  assert tiny.difference(out[18:], unshared(second)) <= 1e-5
 
 
 @pytest.mark.parametrize('case', ['gemma2', 'granite'])
 def test_greedy_sampler_matches_transformers_generate(reference, case):
   torch = pytest.importorskip('torch')
   folder, network = reference(case)
-  model, params = load(folder)
+  model, params = tiny.load(folder)
   settings = native.SamplerConfig(slots=2, max_prompt=8, max_new_tokens=8, stop_ids=(-2,), temperature=0.0)
   engine = native.NativeEngine(model, settings, tiny.one_device('rollout'), tiny.EXACT, Ledger())
   engine.load(params, version=0)
@@ -695,13 +678,13 @@ def test_greedy_sampler_matches_transformers_generate(reference, case):
   for row in range(2):
     text = network.generate(torch.tensor(ids[row : row + 1]).long(), max_new_tokens=8, do_sample=False)[0].numpy()
     np.testing.assert_array_equal(rollout.completions[row], text[8:])
-    expected_logits = torch_logits(network, text[None])[0].astype(np.float64)
+    expected_logits = tiny.torch_logits(network, text[None])[0].astype(np.float64)
     logp = expected_logits - np.log(np.exp(expected_logits).sum(-1, keepdims=True))
     np.testing.assert_allclose(rollout.logprobs[row], logp[np.arange(7, 15), text[8:]], atol=1e-4)
 
 
 def test_sampler_refuses_lengths_across_the_longrope_limit(reference):
-  model, _ = load(reference('phi4_mini')[0])
+  model, _ = tiny.load(reference('phi4_mini')[0])
   settings = native.SamplerConfig(slots=1, max_prompt=8, max_new_tokens=9, stop_ids=(2,))
   with pytest.raises(InputError, match='longrope.*16'):
     native.NativeEngine(model, settings, tiny.one_device('rollout'), tiny.EXACT, Ledger())
@@ -1056,17 +1039,15 @@ def test_the_table_of_the_docs_has_every_case():
 @pytest.mark.parametrize('case', ['gemma3', 'smollm3'])
 def test_scan_over_layers_that_differ_gives_the_same_gradients(reference, case):
   """Unrolled layers, and a scan over arrays of layers that differ, give the same gradients with rematerialization."""
-  model, params = load(reference(case)[0])
+  model, params = tiny.load(reference(case)[0])
   ids = tiny.tokens((2, 24))
 
   def gradient(**fields):
     compute = dataclasses.replace(tiny.EXACT, **fields)
     return jax.jit(jax.grad(lambda p: jnp.sum(jnp.cos(tiny.hidden(model, p, ids, compute)))))(params)
 
-  unrolled = gradient(remat='full')
-  jax.tree.map(
-    lambda a, b: np.testing.assert_array_less(difference(a, b), 1e-4), gradient(unroll=False, remat='full'), unrolled
-  )
+  unrolled, scanned = gradient(remat='full'), gradient(unroll=False, remat='full')
+  jax.tree.map(lambda a, b: np.testing.assert_array_less(tiny.difference(a, b), 1e-4), scanned, unrolled)
 
 
 @pytest.mark.parametrize('family', families.every())

@@ -66,19 +66,13 @@ exits.run(train.main)
 """
 
 
-def free_address():
-  with socket.socket() as probe:
-    probe.bind(('localhost', 0))
-    return f'localhost:{probe.getsockname()[1]}'
-
-
 class Cluster:
   """Processes of `launch.train` that form one run, and the files that they write."""
 
   def __init__(self, folder, config, ranks=(0, 1), head=('-m', 'launch.train'), flags=(), variables=lambda rank: {}):
     self.folder, self.hang = folder, folder / 'hang'
     self.metrics = folder / 'run' / 'metrics.jsonl'
-    file, address = tiny.config_file(folder / 'config.py', config), (free_address())
+    file, address = tiny.config_file(folder / 'config.py', config), children.free_address()
     self.children = [
       subprocess.Popen(
         [

@@ -10,20 +10,12 @@ import safetensors.numpy
 import tiny
 
 from jaxpost.data import tokenizer as tokenizer_lib
-from jaxpost.formats import hf
-from jaxpost.models import model as model_lib
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import native
 from jaxpost.types import Prompt
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'models'
 TOLERANCE = 3e-5  # of the largest logit, in float32
-
-
-def load(folder):
-  model = model_lib.build(hf.read_config(folder))
-  hf.check(folder, model.config)
-  return model, hf.load_params(folder, model, model.shardings(tiny.one_device()), 'float32')
 
 
 def make_script():
@@ -39,7 +31,7 @@ def test_logits_of_a_tiny_model_match_the_stored_ones(name, tmp_path):
   golden = np.load(GOLDEN / f'{name}.npz')
   (tmp_path / 'config.json').write_text(str(golden['config']))
   safetensors.numpy.save_file(make_script().weights(json.loads(str(golden['config']))), tmp_path / 'model.safetensors')
-  ours = tiny.logits(*load(tmp_path), golden['tokens'].astype(np.int32))[0]
+  ours = tiny.logits(*tiny.load(tmp_path), golden['tokens'].astype(np.int32))[0]
   error = tiny.largest(ours - golden['logits'])
   assert error <= TOLERANCE * tiny.largest(golden['logits'])
 
@@ -48,7 +40,7 @@ def test_logits_of_a_tiny_model_match_the_stored_ones(name, tmp_path):
 def stories(shared_data):
   """(data folder, model folder, model, parameters) of a pretrained model, stories260K."""
   data = shared_data('stories260K')
-  return data, data / 'hf', *load(data / 'hf')
+  return data, data / 'hf', *tiny.load(data / 'hf')
 
 
 def test_logits_of_a_pretrained_model_match_the_stored_ones(stories):

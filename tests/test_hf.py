@@ -46,12 +46,6 @@ CASES = {
 }
 
 
-def load(folder, dtype='float32'):
-  model = model_lib.build(hf.read_config(folder))
-  params = hf.load_params(folder, model, model.shardings(tiny.one_device()), dtype)
-  return model, params
-
-
 def tensors(folder):
   """Returns {name: array} of every tensor stored in a folder."""
   return {
@@ -92,27 +86,16 @@ def reference(tmp_path_factory):
     folder = tmp_path_factory.mktemp(case)
     network.save_pretrained(folder)
     ids = tiny.tokens((2, 40))
-    cases[case] = folder, ids, torch_logits(network, ids)
+    cases[case] = folder, ids, tiny.torch_logits(network, ids)
     return cases[case]
 
   return make
 
 
-def torch_logits(network, ids, **kwargs):
-  import torch
-
-  with torch.no_grad():
-    return network(torch.tensor(ids).long(), **kwargs).logits.numpy()
-
-
-def difference(actual, expected) -> float:
-  return tiny.largest(actual - expected) / tiny.largest(expected)
-
-
 @pytest.mark.parametrize('case', CASES)
 def test_logits_equal_those_of_transformers(reference, case):
   folder, ids, expected = reference(case)
-  assert difference(tiny.logits(*load(folder), ids), expected) <= TOLERANCE
+  assert tiny.difference(tiny.logits(*tiny.load(folder), ids), expected) <= TOLERANCE
 
 
 def test_far_positions_equal_those_of_transformers(reference):
@@ -121,11 +104,11 @@ def test_far_positions_equal_those_of_transformers(reference):
 
   folder, ids, _ = reference('llama')
   positions = np.arange(40, dtype=np.int32)[None].repeat(2, 0) * 3000
-  expected = torch_logits(
+  expected = tiny.torch_logits(
     AutoModelForCausalLM.from_pretrained(folder), ids, position_ids=torch.tensor(positions).long()
   )
-  actual = tiny.logits(*load(folder), ids, positions=positions)
-  assert difference(actual, expected) <= TOLERANCE
+  actual = tiny.logits(*tiny.load(folder), ids, positions=positions)
+  assert tiny.difference(actual, expected) <= TOLERANCE
 
 
 def llama3_rope(**fields):
@@ -182,9 +165,9 @@ def copy_with_fields(reference, folder, case, fields):
 
 @pytest.mark.parametrize('case,fields', CHANGES)
 def test_a_wrong_field_changes_logits(reference, tmp_path, case, fields):
-  model, params = load(copy_with_fields(reference, tmp_path, case, fields))
+  model, params = tiny.load(copy_with_fields(reference, tmp_path, case, fields))
   _, ids, expected = reference(case)
-  assert difference(tiny.logits(model, params, ids), expected) > 100 * TOLERANCE
+  assert tiny.difference(tiny.logits(model, params, ids), expected) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize('case,fields', REFUSED)
@@ -197,7 +180,7 @@ def test_a_wrong_field_is_refused(reference, tmp_path, case, fields):
 @pytest.mark.parametrize('case', ['llama3_rope', 'qwen3_untied'])
 def test_import_and_export_give_the_same_bits(reference, tmp_path, case):
   folder, ids, theirs = reference(case)
-  model, params = load(folder)
+  model, params = tiny.load(folder)
   out = tmp_path / 'export'
   hf_export.save(out, model, params, max_shard_bytes=10_000)
   assert len(list(out.iterdir())) > 6
@@ -213,7 +196,7 @@ def test_export_keeps_the_generation_config(reference, tmp_path):
   )
   assert hf_export.read_generation(tmp_path) == settings
   assert hf_export.read_generation('bytes') == {}
-  model, params = load(folder)
+  model, params = tiny.load(folder)
   hf_export.save(
     tmp_path / 'x', model, params, stop_ids=(7,), bos_id=1, pad_id=0, generation=hf_export.read_generation(tmp_path)
   )
@@ -228,12 +211,12 @@ def test_transformers_computes_the_same_with_an_export(reference, tmp_path, case
   from transformers import AutoModelForCausalLM
 
   folder, ids, expected = reference(case)
-  model, params = load(folder)
+  model, params = tiny.load(folder)
   hf_export.save(tmp_path / 'x', model, params, stop_ids=(7, 9), bos_id=1, pad_id=0)
   network = AutoModelForCausalLM.from_pretrained(tmp_path / 'x').eval()
   assert network.dtype == torch.float32
   assert network.generation_config.eos_token_id == [7, 9]
-  np.testing.assert_array_equal(torch_logits(network, ids), expected)
+  np.testing.assert_array_equal(tiny.torch_logits(network, ids), expected)
   network.generation_config.eos_token_id = None
   text = network.generate(torch.tensor(ids[:1, :8]).long(), max_new_tokens=16, do_sample=False)[0].numpy()
   logits = tiny.logits(model, params, text[None].astype(np.int32))[0]
@@ -257,7 +240,7 @@ def test_round_trip_of_our_own_parameters(tmp_path, dtype, limit):
     assert all(f.stat().st_size < limit + 2000 or len(safetensors.numpy.load_file(f)) == 1 for f in files)
   else:
     assert [f.name for f in files] == ['model.safetensors']
-  loaded_model, loaded_params = load(folder, dtype)
+  loaded_model, loaded_params = tiny.load(folder, dtype)
   assert loaded_model.config == dataclasses.replace(
     model.config, initializer_range=loaded_model.config.initializer_range
   )

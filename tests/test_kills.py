@@ -136,7 +136,7 @@ def make(folder, name, moment, count, workdir):
 
     stages.run(config(folder, name), workdir)
     return [0]
-  address = real.free_address()
+  address = children.free_address()
   options = dict(cwd=ROOT, env=children.environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
   processes = [
     subprocess.Popen(

@@ -204,13 +204,6 @@ def torch_model(folder, **fields):
   return network.train()
 
 
-def torch_logits(network, ids):
-  import torch
-
-  with torch.no_grad():
-    return network(input_ids=torch.tensor(ids).long()).logits.numpy()
-
-
 def load(folder, adapter, cfg):
   """Returns the model and the parameters of a base folder with an adapter folder."""
   layout = tiny.one_device()
@@ -229,7 +222,7 @@ def test_peft_folder_has_the_logits_and_gradients_of_peft(based, tmp_path, field
   network.save_pretrained(tmp_path)
   model, params = load(folder, tmp_path, cfg)
   ids = tiny.tokens((2, 10))
-  near(logits(model, params, ids), torch_logits(network, ids))
+  near(logits(model, params, ids), tiny.torch_logits(network, ids))
 
   batch = rows_batch((2, 10))
   ids = torch.tensor(batch.tokens).long()
@@ -264,7 +257,7 @@ def read_by_peft(based, out, targets, rslora):
   peft.writer(model, params, str(folder))(out)
   network = library.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), out)
   ids = tiny.tokens((2, 10))
-  near(logits(model, params, ids), torch_logits(network, ids))
+  near(logits(model, params, ids), tiny.torch_logits(network, ids))
   again, read = load(folder, out, cfg)
   jax.tree.map(np.testing.assert_array_equal, read, params)
   assert lora.scale(again.config) == pytest.approx(lora.scale(model.config))
@@ -280,7 +273,7 @@ def test_peft_loads_written_adapters(based, tmp_path, rslora):
 
   network = AutoModelForCausalLM.from_pretrained(tmp_path / 'adapter')
   ids = tiny.tokens((2, 10))
-  near(torch_logits(network, ids), logits(again, read, ids))
+  near(tiny.torch_logits(network, ids), logits(again, read, ids))
 
 
 FUSED = dict(family='phi3', qk_norm=False, tie_embeddings=False)
@@ -305,7 +298,7 @@ def test_peft_adapter_of_matrices_in_one_tensor_has_the_logits_of_peft(phi, tmp_
   network.save_pretrained(tmp_path)
   model, params = load(folder, tmp_path, cfg)
   ids = tiny.tokens((2, 10))
-  near(logits(model, params, ids), torch_logits(network, ids))
+  near(logits(model, params, ids), tiny.torch_logits(network, ids))
   q, k = (params['lora']['layers'][n]['a'] for n in 'qk')
   np.testing.assert_array_equal(q.reshape(k.shape), k)
 
@@ -405,10 +398,6 @@ def of_folder(folder):
   return inference.from_folder(str(folder), config)
 
 
-def pointers(tree):
-  return {x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)}
-
-
 def text_logits(model, params):
   return logits(model, params, tiny.tokens((2, 12), 259))
 
@@ -429,13 +418,13 @@ def test_only_adapters_have_optimizer_state_and_are_updated(base):
   try:
     base_params = policy.frozen['params']
     before = jax.tree.map(np.asarray, base_params)
-    addresses, trained = pointers(base_params), jax.tree.leaves(policy.state.params)
+    addresses, trained = tiny.pointers(base_params), jax.tree.leaves(policy.state.params)
     for _ in range(2):
       figures = policy.update(next(stream).updates[0][1])
   finally:
     stream.close()
   assert float(figures['grad_norm']) > 0 and list(policy.state.params) == ['lora']
-  assert pointers(policy.frozen['params']) == addresses  # the updates did not donate them
+  assert tiny.pointers(policy.frozen['params']) == addresses  # the updates did not donate them
   jax.tree.map(np.testing.assert_array_equal, before, policy.frozen['params'])
   num_trained = sum(x.size for x in trained)
   moments = [x for x in jax.tree.leaves(policy.state.opt_state) if x.ndim]
@@ -518,8 +507,8 @@ def test_dpo_reference_shares_the_base_weights_of_the_policy(base):
   kit, roles, stream = parts(sft(base, **over))
   try:
     policy, reference = roles.policy, roles.reference
-    base_addresses = pointers(policy.frozen['params'])
-    assert base_addresses <= pointers(reference.params)
+    base_addresses = tiny.pointers(policy.frozen['params'])
+    assert base_addresses <= tiny.pointers(reference.params)
     copied = [x for x in jax.tree.leaves(reference.params) if x.unsafe_buffer_pointer() not in base_addresses]
     assert sum(x.nbytes for x in copied) == sum(x.nbytes for x in jax.tree.leaves(policy.state.params))
     batch = policy.place(kit.data.first_batch)
@@ -584,9 +573,9 @@ def test_ppo_and_a_reward_model_train_adapters(base, tmp_path):
   assert 'critic/params/embed' not in leaves
   _, roles, stream = parts(tiny.grpo_config(base, algorithm='ppo', lora=dict(rank=2)))
   stream.close()
-  both = [pointers(r.frozen['params']) for r in roles.trainable.values()]
+  both = [tiny.pointers(r.frozen['params']) for r in roles.trainable.values()]
   assert both[0] == both[1]
-  assert not np.any(both[0] & pointers(roles.critic.state.params))
+  assert not np.any(both[0] & tiny.pointers(roles.critic.state.params))
 
 
 # The second stage trains the same adapters, or merges them and trains others, or all weights.

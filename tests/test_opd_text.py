@@ -17,8 +17,6 @@ from jaxpost import stages
 from jaxpost.algorithms import teacher_text
 from jaxpost.data import tokenizer
 from jaxpost.errors import InputError
-from jaxpost.formats import hf
-from jaxpost.models import model as model_lib
 from jaxpost.planning import aot, dry_run, machines, roofline
 from jaxpost.stage import algorithms
 from jaxpost.stage import config as config_lib
@@ -129,9 +127,7 @@ def test_a_teacher_with_the_same_tokenizer_gives_the_numbers_of_the_plain_route(
 
 def teacher_logprobs(folder, ids, start):
   """Returns the log-probs of ids[start:] in float64, computed without the library's scoring."""
-  model = model_lib.build(hf.read_config(folder))
-  params = hf.load_params(folder, model, model.shardings(tiny.one_device()), 'float32')
-  logits = np.float64(tiny.logits(model, params, np.asarray(ids)[None])[0])[start - 1 : -1]
+  logits = np.float64(tiny.logits(*tiny.load(folder), np.asarray(ids)[None])[0])[start - 1 : -1]
   return logits[np.arange(len(ids) - start), ids[start:]] - np.log(np.exp(logits).sum(axis=1))
 
 

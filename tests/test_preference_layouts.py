@@ -40,7 +40,7 @@ def main():
       errors = {'loss': abs(mesh_loss / loss - 1)}
       errors |= {k: abs(mesh_metrics[k] - metrics[k]) / max(abs(metrics[k]), 0.1) for k in metrics}
       for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(mesh_grads), jax.tree.leaves(grads)):
-        errors[jax.tree_util.keystr(path)] = tiny.largest(a - b) / tiny.largest(b)
+        errors[jax.tree_util.keystr(path)] = tiny.difference(a, b)
       wrong = {name: float(x) for name, x in errors.items() if not x <= 1e-5}
       print(f'{method} {text}: {wrong or "ok"}', flush=True)
 

@@ -6,11 +6,12 @@ import subprocess
 import sys
 import time
 
+import children
 import jax
 import pytest
 import rich.console
 import tiny
-from test_processes import environment, finish, free_address
+from test_processes import environment, finish
 
 from jaxpost import stages
 from jaxpost.hardware import chips, probe
@@ -114,7 +115,7 @@ print(stages.with_dtype(raw, pathlib.Path(sys.argv[3]),
 
 def test_all_processes_take_the_type_of_the_first(tmp_path):
   """The measurements of process 0 decide, even if those of process 1 prefer another type."""
-  address, flags = free_address(), environment(tmp_path).get('XLA_FLAGS', '')
+  address, flags = children.free_address(), environment(tmp_path).get('XLA_FLAGS', '')
   key = ' '.join([probe._cpu(), str(os.cpu_count()), jax.__version__, flags]).rstrip()
   for rank, fast in enumerate(('float32', 'bfloat16')):
     file = tmp_path / str(rank) / '.cache/jaxpost/cpu.json'

@@ -11,7 +11,6 @@ import os
 import pathlib
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -97,12 +96,6 @@ def config(folder, name, **fields):
   return tiny.run_config(str(folder / 'model'), **tiny.merged(tiny.merged(base, special.get(name, {})), fields))
 
 
-def free_address():
-  with socket.socket() as probe:
-    probe.bind(('localhost', 0))
-    return f'localhost:{probe.getsockname()[1]}'
-
-
 def environment(folder, devices=1, **more):
   return children.environment(
     devices=devices, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0', GRADED=str(folder), **more
@@ -111,7 +104,7 @@ def environment(folder, devices=1, **more):
 
 def start(folder, tag, names, count=1, devices=1, driver=__file__, **more):
   """Starts `count` processes of the driver, which make the runs `names` in FOLDER/tag together; returns them."""
-  address = free_address()
+  address = children.free_address()
   return [
     subprocess.Popen(
       [sys.executable, driver, str(folder), tag, ','.join(names), str(rank), str(count), address],
@@ -334,7 +327,7 @@ def refusal(folder, file, *arguments, rank_1=(), root_1=ROOT, workdir='refused')
     rank_1: more arguments of the second process.
     root_1: folder of the code that the second process runs.
   """
-  address = free_address()
+  address = children.free_address()
   results = finish(
     [
       launch(

@@ -206,10 +206,6 @@ def assembled_roles(config):
   return roles
 
 
-def pointers(tree):
-  return {x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)}
-
-
 def test_only_adapters_are_trained_on_a_quantized_base(base):
   for kind, bits in {'int8': 8, 'nf4': 4}.items():
     policy = assembled_roles(sft(base, kind)).policy
@@ -246,8 +242,8 @@ def test_run_on_a_quantized_base_resumes_exactly_and_exports_its_model(base, tmp
 
 def test_dpo_reference_shares_the_codes_of_the_policy(base):
   roles = assembled_roles(sft(base, algorithm='dpo', data=dict(path=PAIRS), train=dict(batch_size=4, row_length=96)))
-  codes = pointers(roles.policy.frozen['params'])
-  assert codes <= pointers(roles.reference.params)
+  codes = tiny.pointers(roles.policy.frozen['params'])
+  assert codes <= tiny.pointers(roles.reference.params)
 
 
 @pytest.mark.nightly  # test_adapters.py has such a run whose sampler shares the base
@@ -319,7 +315,7 @@ def test_ppo_critic_shares_the_codes_of_the_policy(base):
   roles = assembled_roles(
     tiny.merged(tiny.grpo_config(base, algorithm='ppo', lora=dict(rank=2)), dict(model=dict(quantize='int8')))
   )
-  frozen_pointers = [pointers(r.frozen['params']) for r in roles.trainable.values()]
+  frozen_pointers = [tiny.pointers(r.frozen['params']) for r in roles.trainable.values()]
   assert frozen_pointers[0] == frozen_pointers[1]
 
 

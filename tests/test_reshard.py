@@ -43,10 +43,6 @@ def params_of(model, dtype=jnp.float32):
   return transfer.move(tiny.one_device(), jax.tree.map(lambda x: x.astype(dtype), params))
 
 
-def pointers(tree):
-  return {x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)}
-
-
 @pytest.mark.parametrize('kind', ['plain', 'lora'])
 @pytest.mark.parametrize('compute', [tiny.EXACT, BFLOAT16], ids=lambda c: c.dtype)
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
@@ -107,9 +103,9 @@ def test_weights_that_need_no_conversion_share_buffers_of_parameters(compute, dt
   model = make('lora')
   params = params_of(model, dtype)
   weights = Reshard(model, tiny.one_device('rollout'), compute, Ledger())(params)
-  param_buffers = pointers(params)
-  assert {k for k, x in weights.items() if k != 'layers' and pointers(x) <= param_buffers} == shared
-  assert not pointers(weights['layers']) & param_buffers
+  param_buffers = tiny.pointers(params)
+  assert {k for k, x in weights.items() if k != 'layers' and tiny.pointers(x) <= param_buffers} == shared
+  assert not tiny.pointers(weights['layers']) & param_buffers
 
 
 def test_groups_divide_the_layers():

@@ -108,17 +108,10 @@ def exact(x):
   return sampled.of_weights(x.present, *(sampled.of_answers(part) for part in parts))
 
 
-def agree(measured, expected):
-  """Checks a measured gradient within 4 standard errors, and that 1.5 times the exact one would fail."""
-  scores, scores_of_longer = (sampled.z_scores(measured, x) for x in (expected, 1.5 * expected))
-  assert np.abs(scores).max() < 4, scores
-  assert np.abs(scores_of_longer).max() > 4, scores_of_longer
-
-
 @pytest.mark.parametrize('name', CASES)
 def test_gradient_of_policy_losses_and_estimators(name):
   x = CASES[name]
-  agree(measured_policy_losses(x.algorithm.objective(x.config).coupled)[name], exact(x))
+  sampled.agree(measured_policy_losses(x.algorithm.objective(x.config).coupled)[name], exact(x))
 
 
 # --------------------------------------------------------------------- turns
@@ -175,7 +168,7 @@ def test_gradient_with_rewards_per_turn(name):
   weight = groups.chance[:, None, None] * turns
   slope = np.zeros((*answers.shape, sampled.C))
   slope[..., [0, 2]] = -weight / weight.sum() * gains
-  agree(measured_turns()[name], sampled.of_weights('policy', sampled.of_answers(slope)))
+  sampled.agree(measured_turns()[name], sampled.of_weights('policy', sampled.of_answers(slope)))
 
 
 def test_batches_of_the_shared_steps_equal_those_of_the_controller():
@@ -221,10 +214,6 @@ def odds(logp, length):
   return jnp.log(p / (1 - p))
 
 
-def kl(p, q):
-  return (p * jnp.log(p / q)).sum(axis=-1)
-
-
 def both(margin):
   """Returns the probabilities that the first, and that the second answer is the better one."""
   return jnp.stack([s(margin), s(-margin)], axis=-1)
@@ -247,7 +236,7 @@ PREFERENCES = {
   'sigmoid': lambda c, r, *_: -jnp.log(s(BETA * (c - r))),  # arXiv:2305.18290, eq. 7
   'ipo': lambda c, r, w, v: (c / w[1] - r / v[1] - 1 / (2 * BETA)) ** 2,  # arXiv:2310.12036, eq. 17, of means
   'hinge': lambda c, r, *_: jnp.maximum(0, 1 - BETA * (c - r)),  # arXiv:2305.10425
-  'exo_pair': lambda c, r, *_: kl(both(BETA * (c - r)), SMOOTHED),  # arXiv:2402.00856
+  'exo_pair': lambda c, r, *_: sampled.kl(both(BETA * (c - r)), SMOOTHED),  # arXiv:2402.00856
   'nca_pair': lambda c, r, *_: -jnp.log(s(BETA * c)) - (jnp.log(s(-BETA * c)) + jnp.log(s(-BETA * r))) / 2,
   'robust': lambda c, r, *_: -(jnp.log(both(BETA * (c - r))) * UNBIASED).sum(axis=-1),  # arXiv:2403.00409
   'bco_pair': lambda c, r, *_: -jnp.log(s(BETA * c)) - jnp.log(1 - s(BETA * r)),  # arXiv:2404.04656, no shift
@@ -322,7 +311,7 @@ def test_gradient_of_pair_losses(name):
     return (weight * PREFERENCES[name](*ratios, *sides)).sum()
 
   slope = jax.grad(loss)(jnp.asarray(sampled.logprobs('policy'), jnp.float32))
-  agree(measured_pairs()[name], sampled.of_weights('policy', np.asarray(slope)))
+  sampled.agree(measured_pairs()[name], sampled.of_weights('policy', np.asarray(slope)))
 
 
 # Optimal transport (arXiv:2406.05882): the two margins that are sorted, by log-probs [P, Y] of policy and reference.
@@ -382,7 +371,7 @@ def test_gradient_of_optimal_transport_losses(name):
     return (weights[0][:, None] * weights[1] * of_two).sum() + singles
 
   slope = jax.grad(loss)(jnp.asarray(sampled.logprobs('policy'), jnp.float32))
-  agree(measured_transports()[name], sampled.of_weights('policy', np.asarray(slope)))
+  sampled.agree(measured_transports()[name], sampled.of_weights('policy', np.asarray(slope)))
 
 
 # -------------------------------------------------------------------- labels
@@ -428,7 +417,7 @@ def test_gradient_of_kto_losses(name):
     return (chance / 2 * jnp.where(desirable, 1 - s(BETA * (x - z)), 1.5 * (1 - s(BETA * (z - x))))).sum()
 
   slope = jax.grad(loss)(jnp.asarray(sampled.logprobs('policy'), jnp.float32))
-  agree(measured_kto()[name], sampled.of_weights('policy', np.asarray(slope)))
+  sampled.agree(measured_kto()[name], sampled.of_weights('policy', np.asarray(slope)))
 
 
 # -------------------------------------------------------------- distillation
@@ -460,10 +449,10 @@ def exact_distillation():
     student = jax.nn.softmax(sampled.logits(weights) / 1.5)
     mixed = 0.7 * student + 0.3 * teacher
     by_name = {
-      'forward KL': kl(teacher, student),
-      'reverse KL': kl(student, teacher),
-      'JSD': 0.3 * kl(teacher, mixed) + 0.7 * kl(student, mixed),
-      'reverse KL to two': (kl(student, teacher) + 3 * kl(student, other)) / 4,
+      'forward KL': sampled.kl(teacher, student),
+      'reverse KL': sampled.kl(student, teacher),
+      'JSD': 0.3 * sampled.kl(teacher, mixed) + 0.7 * sampled.kl(student, mixed),
+      'reverse KL to two': (sampled.kl(student, teacher) + 3 * sampled.kl(student, other)) / 4,
     }
     return {name: (weight / weight.sum() * x).sum() for name, x in by_name.items()}
 
@@ -473,7 +462,7 @@ def exact_distillation():
 
 @pytest.mark.parametrize('name', BETAS)
 def test_gradient_of_on_policy_distillation(name):
-  agree(measured_distillation()[name], exact_distillation()[name])
+  sampled.agree(measured_distillation()[name], exact_distillation()[name])
 
 
 # ------------------------------------------------------------------- critics
@@ -538,12 +527,12 @@ def exact_critic_gradient(config, kind='critic', before='before'):
 
 @pytest.mark.parametrize('name', PPO)
 def test_gradient_of_the_ppo_policy(name):
-  agree(measured_ppo('policy')[name], exact_policy_gradient(case('ppo', **PPO[name]).config))
+  sampled.agree(measured_ppo('policy')[name], exact_policy_gradient(case('ppo', **PPO[name]).config))
 
 
 @pytest.mark.parametrize('name', PPO)
 def test_gradient_of_the_ppo_critic(name):
-  agree(measured_ppo('critic')[name], exact_critic_gradient(case('ppo', **PPO[name]).config))
+  sampled.agree(measured_ppo('critic')[name], exact_critic_gradient(case('ppo', **PPO[name]).config))
 
 
 def test_gradient_of_a_policy_with_a_value_head():
@@ -553,5 +542,5 @@ def test_gradient_of_a_policy_with_a_value_head():
   measured = sampled.gradients({'': x})['']
   kinds = 'value, critic', 'value, before'
   value_gradient = exact_critic_gradient(x.config, *kinds)
-  agree(measured, exact_policy_gradient(x.config, *kinds) + 0.3 * value_gradient)
+  sampled.agree(measured, exact_policy_gradient(x.config, *kinds) + 0.3 * value_gradient)
   assert np.abs(sampled.z_scores(measured, exact_policy_gradient(x.config, *kinds) + 0.1 * value_gradient)).max() > 4

@@ -9,6 +9,7 @@ import pathlib
 import subprocess
 import sys
 
+import children
 import numpy as np
 import safetensors.numpy
 import test_processes
@@ -164,7 +165,7 @@ def test_two_processes_read_each_matrix_row_once(tmp_path):
   sizes = [x.nbytes for f in files for x in safetensors.numpy.load_file(f).values() if x.ndim > 1]
   vectors = sum(x.nbytes for f in files for x in safetensors.numpy.load_file(f).values() if x.ndim == 1)
   assert len(files) > 5 and vectors < sum(sizes) / 20
-  address = test_processes.free_address()
+  address = children.free_address()
   counts = [
     json.loads(out.splitlines()[-1])
     for out, _ in test_processes.finish([start(1, tmp_path / 'model', rank, address) for rank in (0, 1)])

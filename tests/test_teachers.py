@@ -12,8 +12,6 @@ import tiny
 import jaxpost
 from jaxpost.algorithms import teachers
 from jaxpost.errors import InputError
-from jaxpost.formats import hf
-from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
 from jaxpost.rl import mixture
 from jaxpost.stage import algorithms
@@ -74,8 +72,7 @@ def expected_logprobs(config, rollout):
   size = len(rollout.lengths) // len(rollout.prompts)
   out = np.zeros(rollout.completions.shape)
   for i, folder in enumerate(config['distill']['teachers']):
-    model = model_lib.build(hf.read_config(folder))
-    params = hf.load_params(folder, model, model.shardings(tiny.one_device()), 'float32')
+    model, params = tiny.load(folder)
     for k, answer in enumerate(rollout.completions):
       prompt, answer = rollout.prompts[k // size], answer[: rollout.lengths[k]]
       teachers_of_source = {'sums': (0, 2), 'chat': (1,)}[prompt.source['name']]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpost.distributed.phases import make_layout
-from jaxpost.formats import hf_export
+from jaxpost.formats import hf, hf_export
 from jaxpost.losses import head_chunk
 from jaxpost.matmul import Compute
 from jaxpost.models import model as model_lib
@@ -209,6 +209,31 @@ def logits(model, weights, ids, **kwargs):
 def largest(x) -> float:
   """The largest absolute value of an array."""
   return float(np.max(np.abs(np.asarray(x))))
+
+
+def difference(actual, expected) -> float:
+  """The largest absolute difference of two arrays, as a share of the largest absolute value expected."""
+  return largest(actual - expected) / largest(expected)
+
+
+def pointers(tree) -> set[int]:
+  """The addresses of the buffers of all arrays."""
+  return {x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)}
+
+
+def load(folder, dtype='float32'):
+  """Returns the model of a Hugging Face folder, which is checked, and its parameters on one device."""
+  model = model_lib.build(hf.read_config(folder))
+  hf.check(folder, model.config)
+  return model, hf.load_params(folder, model, model.shardings(one_device()), dtype)
+
+
+def torch_logits(network, ids, **options):
+  """[B, T] tokens -> [B, T, V] logits of a `transformers` model, in numpy."""
+  import torch
+
+  with torch.no_grad():
+    return network(input_ids=torch.tensor(ids).long(), **options).logits.numpy()
 
 
 def folder(path, **fields):
