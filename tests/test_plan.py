@@ -27,10 +27,12 @@ from jaxpost.rollout import buckets
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 
 
-def plan(*args):
-  return subprocess.run(
-    [sys.executable, '-m', 'launch.plan', *args], capture_output=True, text=True, timeout=300, cwd=CLONE
-  )
+def planned_by(tmp_path, *args):
+  """Returns the plan of the only stage that `launch.plan` writes, and what it prints."""
+  out = tmp_path / 'plan.json'
+  done = children.run('-m', 'launch.plan', *args, f'--out={out}')
+  (planned,) = json.loads(out.read_text())
+  return planned, done.stdout
 
 
 # ---------------------------------------------------------------- topologies
@@ -971,8 +973,8 @@ def test_step_seconds_for_each_staleness(lag, step_s):
 
 def test_plan_command_covers_all_programs_of_grpo(tmp_path):
   """The command needs no weights, data, tokenizer or devices."""
-  out = tmp_path / 'plan.json'
-  done = plan(
+  planned, printed = planned_by(
+    tmp_path,
     '--config=configs/grpo_gsm8k.py:model=tiny',
     '--topology=cpu:4',
     '--config.model.dtype=float32',
@@ -982,10 +984,7 @@ def test_plan_command_covers_all_programs_of_grpo(tmp_path):
     '--config.rollout.max_new_tokens=16',
     '--config.rollout.prompts=4',
     '--config.mesh.rollout=data=2,tensor=2',
-    f'--out={out}',
   )
-  assert done.returncode == 0, done.stderr[-2000:]
-  (planned,) = json.loads(out.read_text())
   names = [r['program'] for r in planned['programs']]
   assert set(names) == {'copy', 'init', 'update', 'score', 'reshard', 'init_state', 'prefill', 'insert', 'generate'}
   assert planned['mesh']['rollout'] == {'data': 2, 'fsdp': 1, 'expert': 1, 'context': 1, 'tensor': 2}
@@ -1000,7 +999,7 @@ def test_plan_command_covers_all_programs_of_grpo(tmp_path):
   generate = [r for r in planned['programs'] if r['program'] == 'generate']
   assert sum(r['calls'] for r in generate) == 2  # 16 tokens are two blocks
   assert generate[0]['bytes_per_chip']['kv_cache'] > 0
-  assert 'update' in done.stdout and 'all-gather' in done.stdout
+  assert 'update' in printed and 'all-gather' in printed
 
 
 @pytest.mark.parametrize('speculation', [True, False])
@@ -1029,8 +1028,8 @@ def test_plan_table_notes_that_drafts_are_not_counted(speculation):
 
 def test_plan_of_a_sampler_with_more_devices_than_training(tmp_path):
   """Axes and shares of the sampler's programs are those of its own mesh."""
-  out = tmp_path / 'plan.json'
-  done = plan(
+  planned, _ = planned_by(
+    tmp_path,
     '--config=configs/grpo_gsm8k.py:model=tiny',
     '--topology=cpu:8',
     '--config.mesh.train=data=2',
@@ -1041,11 +1040,8 @@ def test_plan_of_a_sampler_with_more_devices_than_training(tmp_path):
     '--config.rollout.max_prompt_length=32',
     '--config.rollout.max_new_tokens=16',
     '--programs=insert,generate',
-    f'--out={out}',
   )
-  assert done.returncode == 0, done.stderr[-2000:]
   assert [path.name for path in tmp_path.iterdir()] == ['plan.json']
-  (planned,) = json.loads(out.read_text())
   assert planned['devices'] == 8
   generate = [r for r in planned['programs'] if r['program'] == 'generate'][-1]
   assert generate['devices'] == 6
@@ -1056,18 +1052,16 @@ def test_plan_of_a_sampler_with_more_devices_than_training(tmp_path):
 @pytest.mark.parametrize('mesh', ['data=4', 'expert=4'])
 def test_planned_flops_include_the_products_of_experts(mesh, tmp_path):
   """Their loops have trip counts that only a run knows; the bound allows for blocks that are not full."""
-  out = tmp_path / 'plan.json'
-  done = plan(
+  planned, _ = planned_by(
+    tmp_path,
     '--config=configs/sft_gsm8k.py:model=tiny_moe',
     '--topology=cpu:4',
     f'--config.mesh.train={mesh}',
     '--config.train.batch_size=4',
     '--config.eval.data.path=',
     '--programs=update',
-    f'--out={out}',
   )
-  assert done.returncode == 0, done.stderr[-2000:]
-  (update,) = json.loads(out.read_text())[0]['programs']
+  (update,) = planned['programs']
   flops = update['flops']
   assert 1 <= flops['program'] / flops['model'] < 1.3
 
@@ -1166,7 +1160,10 @@ def test_programs_flag_knows_all_compiled_programs():
   ],
 )
 def test_bad_input_is_one_line(args, words):
-  done = plan('--config=configs/sft_gsm8k.py:model=tiny', '--config.eval.data.path=', *args)
+  command = [sys.executable, '-m', 'launch.plan', '--config=configs/sft_gsm8k.py:model=tiny']
+  done = subprocess.run(
+    [*command, '--config.eval.data.path=', *args], capture_output=True, text=True, timeout=300, cwd=CLONE
+  )
   assert done.returncode == 2, done.stderr[-2000:]
   (line,) = [x for x in done.stderr.splitlines() if x.startswith('jaxpost')]
   assert re.search(words, line)
@@ -1197,8 +1194,8 @@ def test_parts_of_a_host_are_described_for_tpus():
 @pytest.mark.long
 @pytest.mark.parametrize('slices', [1, 2])
 def test_plan_for_tpus(slices, tmp_path):
-  out = tmp_path / 'plan.json'
-  done = plan(
+  planned, _ = planned_by(
+    tmp_path,
     '--config=configs/sft_gsm8k.py:model=xs',
     '--topology=v5e:2x2',
     f'--slices={slices}',
@@ -1208,10 +1205,7 @@ def test_plan_for_tpus(slices, tmp_path):
     '--config.train.row_length=256',
     '--programs=update',
     '--price=1',
-    f'--out={out}',
   )
-  assert done.returncode == 0, done.stderr[-2000:]
-  (planned,) = json.loads(out.read_text())
   (update,) = planned['programs']
   assert planned['chips'] == 4 * slices and update['fits']
   assert update['seconds']['xla'] > 0 and not update['unknown_loops']
@@ -1224,17 +1218,14 @@ def test_plan_for_tpus(slices, tmp_path):
 @described.GPUS
 @pytest.mark.long
 def test_plan_for_gpus(tmp_path):
-  out = tmp_path / 'plan.json'
-  done = plan(
+  planned, _ = planned_by(
+    tmp_path,
     '--config=configs/sft_gsm8k.py:model=xs',
     '--topology=h200:1x2x8',
     '--config.mesh.train=fsdp=2,tensor=8',
     '--config.train.row_length=256',
     '--programs=update',
-    f'--out={out}',
   )
-  assert done.returncode == 0, done.stderr[-2000:]
-  (planned,) = json.loads(out.read_text())
   (update,) = planned['programs']
   assert planned['chips'] == 16 and update['fits']
   between_hosts = {axis: x['between_hosts'] for kind in update['collective_bytes'].values() for axis, x in kind.items()}
@@ -1246,18 +1237,15 @@ def test_plan_for_gpus(tmp_path):
 @pytest.mark.parametrize('name', ['a100', 'a100_40gb', 'l4', 'h100'])
 def test_plan_for_gpus_of_each_kind(name, tmp_path):
   """Both an update and decoding, with the kernels of this kind."""
-  out = tmp_path / 'plan.json'
-  done = plan(
+  planned, _ = planned_by(
+    tmp_path,
     '--config=configs/grpo_gsm8k.py:model=xs',
     f'--topology={name}',
     '--config.eval.data.path=',
     '--config.rollout.max_prompt_length=64',
     '--config.rollout.max_new_tokens=64',
     '--programs=update,generate',
-    f'--out={out}',
   )
-  assert done.returncode == 0, done.stderr[-2000:]
-  (planned,) = json.loads(out.read_text())
   assert {row['program'] for row in planned['programs']} == {'update', 'generate'}
   assert all(row['fits'] for row in planned['programs'])
 
