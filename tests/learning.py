@@ -328,7 +328,7 @@ def run(name: str, config: dict, folder: pathlib.Path) -> list[dict]:
 
 def train_rows(name: str, folder: pathlib.Path) -> list[dict]:
   """Returns the train rows of a case that `measure` has run."""
-  return [row for row in metrics.read_rows(folder / name / 'metrics.jsonl') if row['split'] == 'train']
+  return tiny.rows(folder / name)
 
 
 def model(name: str, folder: pathlib.Path) -> str:

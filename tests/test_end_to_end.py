@@ -22,20 +22,13 @@ from jaxpost.algorithms import grpo, sft
 from jaxpost.data import examples as examples_lib
 from jaxpost.data import packing
 from jaxpost.models import model as model_lib
-from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
 from jaxpost.rl import batching
 from jaxpost.stage import config as config_lib
-from jaxpost.types import Prompt, Rollout, RowShape
+from jaxpost.types import RowShape
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TASK = 'generated:arithmetic:max=99,ops=+'
-
-
-def rows(workdir, split='train', stage=None):
-  return [
-    r for r in metrics.read_rows(workdir / 'metrics.jsonl') if r['split'] == split and stage in (None, r['stage'])
-  ]
 
 
 @pytest.mark.core
@@ -51,7 +44,7 @@ def test_overfits_one_batch(tmp_path):
     optim=dict(lr=1e-2),
   )
   jaxpost.run(config, tmp_path / 'run')
-  losses = [r['loss'] for r in rows(tmp_path / 'run')]
+  losses = [r['loss'] for r in tiny.rows(tmp_path / 'run')]
   assert losses[0] > 3 and losses[-1] < 0.01, losses[::20]
 
 
@@ -80,7 +73,7 @@ def grpo_run(nano, tmp_path_factory):
 
 def test_grpo_raises_reward(grpo_run):
   workdir, _, _ = grpo_run
-  rewards = [r['reward'] for r in rows(workdir)]
+  rewards = [r['reward'] for r in tiny.rows(workdir)]
   first, last = np.mean(rewards[:3]), np.mean(rewards[-3:])
   assert 0.1 < first < 0.5
   assert last > first + 0.3, rewards
@@ -116,7 +109,7 @@ def test_run_folder_and_summary_are_complete(grpo_run):
   assert all(pathlib.Path(p).exists() for p in summary['paths'].values())
   for key in summary:
     assert key in ('wall_s', 'paths', 'warnings') or key.endswith('/grpo')
-  for row in rows(workdir):
+  for row in tiny.rows(workdir):
     assert row['stage'] == 'grpo' and 'nonfinite' not in row
   assert sorted(int(p.stem) for p in (workdir / 'samples/grpo').iterdir()) == [1, 10, 20]
   sample = json.loads((workdir / 'samples/grpo/20.jsonl').open().readline())
@@ -125,7 +118,7 @@ def test_run_folder_and_summary_are_complete(grpo_run):
 
 def test_first_step_of_grpo_is_on_policy(grpo_run):
   workdir, _, _ = grpo_run
-  first = rows(workdir)[0]
+  first = tiny.rows(workdir)[0]
   assert first['ratio'] == pytest.approx(1, abs=1e-5)
   assert first['sampler_mismatch'] == pytest.approx(1, abs=1e-5)
   assert first['clip_ratio/low_mean'] == first['clip_ratio/high_mean'] == 0
@@ -135,7 +128,7 @@ def test_second_epoch_on_a_rollout_is_off_policy(nano, tmp_path):
   """A run checks that the first update of a rollout is on-policy; the metrics are those of the last update."""
   config = tiny.grpo_config(nano, rl=dict(epochs=2, kl_coef=0.01), train=dict(steps=2))
   jaxpost.run(config, tmp_path)
-  first, second = rows(tmp_path)
+  first, second = tiny.rows(tmp_path)
   assert first['ratio'] != 1 and first['kl'] > 0
   assert second['sampler_mismatch'] > 1
 
@@ -155,11 +148,11 @@ def test_stage_starts_from_weights_of_the_previous_stage(nano, tmp_path):
   )
   workdir = tmp_path / 'run'
   jaxpost.run(config, workdir)
-  (before,) = [r for r in rows(workdir, 'eval', 'one') if r['step'] == 6]
-  after = rows(workdir, 'eval', 'two')[0]
+  (before,) = [r for r in tiny.rows(workdir, 'eval', 'one') if r['step'] == 6]
+  after = tiny.rows(workdir, 'eval', 'two')[0]
   assert after['step'] == 0
   assert [after[k] for k in ('loss', 'entropy')] == [before[k] for k in ('loss', 'entropy')]
-  assert rows(workdir, 'eval', 'two')[1]['loss'] != after['loss']
+  assert tiny.rows(workdir, 'eval', 'two')[1]['loss'] != after['loss']
 
   def samples(stage, step):
     lines = (workdir / f'samples/{stage}/{step}.jsonl').read_text().rstrip('\n').split('\n')
@@ -169,7 +162,7 @@ def test_stage_starts_from_weights_of_the_previous_stage(nano, tmp_path):
     assert new['prompt'] == old['prompt']
     assert new['completion'] == old['completion']
     assert new['logprob'] == pytest.approx(old['logprob'], abs=1e-4)
-  first, second = rows(workdir, stage='online')
+  first, second = tiny.rows(workdir, stage='online')
   assert abs(first['kl']) < 1e-8 < second['kl']
 
 
@@ -287,24 +280,6 @@ def test_sft_loss_does_not_depend_on_the_layout(layout, plain_loss):
   assert_same(losses(objective, batch, micro), expected)
 
 
-def rollout(seed=3):
-  """Three prompts with four completions each."""
-  random = np.random.RandomState(seed)
-
-  def draw(n):
-    return random.randint(0, 131, n).astype(np.int32)
-
-  lengths = random.randint(1, 7, 12)
-  return Rollout(
-    prompts=tuple(Prompt(i, draw(3 + i), '', {}) for i in range(3)),
-    completions=np.stack([draw(6) for _ in lengths]),
-    lengths=lengths,
-    logprobs=-np.ones((12, 6), np.float32),
-    behavior_logprobs=-np.ones((12, 6), np.float32),
-    finished=lengths < 6,
-  )
-
-
 @pytest.fixture(scope='module')
 def grpo_loss():
   """(function of (row length, rows, rows at a time) -> `losses`, its result with one sequence in each row)."""
@@ -312,7 +287,7 @@ def grpo_loss():
   config = config_lib.resolve(config, grpo.GRPO.defaults)
   objective = grpo.objective(config)
   values = np.random.RandomState(0).standard_normal((12, 1))
-  samples = rollout()
+  samples = tiny.rollout()
   mask = batching.completion_mask(samples) * (np.arange(12) != 5)[:, None]
   arrays = dict(advantages=values * mask, sampler_logprobs=samples.logprobs, ref_logprobs=samples.logprobs * 3)
   weights = batching.token_weights(mask, 'token', 6)

@@ -17,7 +17,6 @@ import tiny
 import jaxpost
 from jaxpost.algorithms import grpo
 from jaxpost.errors import InputError
-from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
 from jaxpost.rl import batching
 from jaxpost.rollout import rollout_codec
@@ -140,7 +139,7 @@ def test_run_trains_on_the_expert_where_all_samples_are_wrong(nano, tmp_path):
     rl=dict(minibatches=2, dynamic_sampling=2), rollout=dict(staleness=1), train=dict(steps=2), optim=dict(lr=1e-3)
   )
   jaxpost.run(config_of(nano, **over), tmp_path / 'run')
-  rows = [row for row in metrics.read_rows(tmp_path / 'run' / 'metrics.jsonl') if row['split'] == 'train']
+  rows = tiny.rows(tmp_path / 'run')
   assert [row['expert/reward'] for row in rows] == [1, 1]
   assert [row['skipped_updates'] for row in rows] == [0, 0] and all(row['grad_norm'] > 0 for row in rows)
   streams = [jaxpost.policy_and_stream(config_of(nano, **over))[1] for _ in range(2)]

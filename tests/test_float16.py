@@ -13,7 +13,6 @@ import jaxpost
 from jaxpost import types
 from jaxpost.matmul import Compute, compute_for
 from jaxpost.models import model as model_lib
-from jaxpost.monitor import metrics
 from jaxpost.programs import loss_scale, train
 from jaxpost.programs.compile import Ledger
 from jaxpost.types import Batch
@@ -121,7 +120,7 @@ def test_float16_runs_have_the_losses_of_float32(algorithm, tmp_path):
     )
     config = tiny.merged(config, dict(model=dict(dtype=dtype), train=dict(steps=4)))
     jaxpost.run(config, tmp_path / dtype)
-    return [r for r in metrics.read_rows(tmp_path / dtype / 'metrics.jsonl') if r['split'] == 'train']
+    return tiny.rows(tmp_path / dtype)
 
   exact, half = losses('float32'), losses('float16')
   if algorithm != 'grpo':  # samples of GRPO differ after rounding

@@ -20,13 +20,12 @@ import jaxpost
 from jaxpost.algorithms import grpo, opd, rl_fields
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
-from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
 from jaxpost.rewards.groups import Graded
 from jaxpost.rl import batching, dynamic_sampling, grading, merging
 from jaxpost.stage import algorithms, reward_models, sampling_inputs
 from jaxpost.stage import config as config_lib
-from jaxpost.types import Experience, Prompt, Rollout, RowShape
+from jaxpost.types import Experience, RowShape
 
 METHODS = (
   *('grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'sapo', 'gmpo', 'dppo', 'gpg', 'opo'),
@@ -50,24 +49,10 @@ def config_of(name, **fields):
 
 @functools.lru_cache
 def rollout(seed=3):
-  """Returns a rollout of three prompts with four completions each."""
-  random = np.random.RandomState(seed)
-
-  def draw(n):
-    return random.randint(0, 131, n).astype(np.int32)
-
-  lengths = random.randint(1, C + 1, N)
-  prompts = tuple(Prompt(i, draw(3 + i), '', {}) for i in range(3))
-  completions = np.stack([draw(C) for _ in lengths])
-  logprobs = np.stack([model_logprobs(prompts[n // 4].tokens, completions[n]) for n in range(N)])
-  return Rollout(
-    prompts=prompts,
-    completions=completions,
-    lengths=lengths,
-    logprobs=logprobs,
-    behavior_logprobs=logprobs,
-    finished=lengths < C,
-  )
+  """Returns a rollout of three prompts with four completions each, which the model of `weights` scores."""
+  samples = tiny.rollout(N, C, seed=seed)
+  logprobs = np.stack([model_logprobs(samples.prompts[n // 4].tokens, samples.completions[n]) for n in range(N)])
+  return samples.replace(logprobs=logprobs, behavior_logprobs=logprobs)
 
 
 def model_logprobs(prompt, completion):
@@ -474,7 +459,7 @@ def test_methods_that_a_reward_model_cannot_grade_are_refused(name, message):
 
 def run(config, workdir):
   jaxpost.run(config, workdir)
-  return [row for row in metrics.read_rows(workdir / 'metrics.jsonl') if row['split'] == 'train']
+  return tiny.rows(workdir)
 
 
 @pytest.mark.parametrize('name', METHODS)

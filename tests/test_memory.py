@@ -86,7 +86,7 @@ def watched(model, folder, monkeypatch, **over):
     folder,
   )
   (plan,) = json.loads((folder / 'plan.json').read_text())
-  rows = [r for r in metrics.read_rows(folder / 'metrics.jsonl') if r['split'] == 'train']
+  rows = tiny.rows(folder)
   return plan, rows, max(live_bytes) - before, kinds
 
 

@@ -18,7 +18,7 @@ import jaxpost
 from jaxpost import loop
 from jaxpost.errors import InputError
 from jaxpost.models.config import Experts
-from jaxpost.monitor import metrics, nonfinite
+from jaxpost.monitor import nonfinite
 from jaxpost.roles import Trainable
 from jaxpost.stage import optim
 from jaxpost.storage.manifest import finished_steps
@@ -123,7 +123,7 @@ def test_the_run_stops_at_the_limit_and_saves_no_nan(nano, tmp_path):
     FloatingPointError, match=(r'about 3 steps up to 3.*not finite: policy .*trap in rows 0, 1, 2, 3')
   ):
     jaxpost.run(config, tmp_path / 'run', QUIET)
-  rows = [r for r in metrics.read_rows(tmp_path / 'run' / 'metrics.jsonl') if r['split'] == 'train']
+  rows = tiny.rows(tmp_path / 'run')
   assert [r['skipped_updates'] for r in rows] == [1, 1, 1]
   assert finished_steps(tmp_path / 'run' / 'checkpoints' / 'poison') == [2]
   policy, _ = first_step({**config, 'algorithm': 'sft', 'init_from': f'{tmp_path}/run@2'})
@@ -163,7 +163,7 @@ def test_run_without_rewards_warns_that_updates_are_empty(nano, tmp_path):
   assert 'does the reward return None' in warning['text']
   (first,) = (w for w in summary['warnings'] if w['kind'] == 'ungraded')
   assert first['step'] == 1 and first['count'] == 11
-  rows = [r for r in metrics.read_rows(tmp_path / 'metrics.jsonl') if r['split'] == 'train']
+  rows = tiny.rows(tmp_path)
   assert [r['empty_updates'] for r in rows] == [1] * 11
   assert not [r for r in rows if {'loss', 'ratio', 'grad_norm', 'sampler_mismatch'} & r.keys()]
   assert not summary.keys() & {'loss/grpo', 'sampler_mismatch/grpo'}
@@ -290,7 +290,7 @@ def test_step_with_nan_from_the_teacher_is_skipped(nano, tmp_path, monkeypatch, 
 
   spoil_update(monkeypatch, 3, spoil)
   jaxpost.run(config, tmp_path / 'run', QUIET)
-  rows = [r for r in metrics.read_rows(tmp_path / 'run/metrics.jsonl') if r['split'] == 'train']
+  rows = tiny.rows(tmp_path / 'run')
   assert [r['skipped_updates'] for r in rows] == [0, 0, 1, 0]
   assert finished_steps(tmp_path / 'run/checkpoints/distill') == [4, 3, 2, 1]
   for step in 3, 4:

@@ -122,7 +122,7 @@ def test_log_probs_share_one_temperature(nano, tmp_path):
   jaxpost.run(
     tiny.grpo_config(nano, train=dict(steps=1), rl=dict(kl_coef=0.1), rollout=dict(temperature=0.6)), tmp_path
   )
-  (row,) = [r for r in metrics.read_rows(tmp_path / 'metrics.jsonl') if r['split'] == 'train']
+  (row,) = tiny.rows(tmp_path)
   assert row['sampler_mismatch'] == pytest.approx(1, abs=1e-5)
   assert abs(row['kl']) < 1e-8  # the reference is the policy
 
@@ -130,7 +130,7 @@ def test_log_probs_share_one_temperature(nano, tmp_path):
 def test_the_sampler_has_the_newest_weights(nano, tmp_path):
   """At every step the sampler's log-probs are those of the policy."""
   jaxpost.run(tiny.grpo_config(nano, train=dict(steps=4), optim=dict(lr=5e-2)), tmp_path)
-  rows = [r for r in metrics.read_rows(tmp_path / 'metrics.jsonl') if r['split'] == 'train']
+  rows = tiny.rows(tmp_path)
   assert rows[0]['loss'] != rows[-1]['loss']
   for row in rows:
     assert row['sampler_mismatch'] == pytest.approx(1, abs=1e-5)

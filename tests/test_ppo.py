@@ -33,7 +33,7 @@ from jaxpost.stage import config as config_lib
 from jaxpost.stage import load_weights as weights_lib
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.tools import inference
-from jaxpost.types import Experience, Outputs, Prompt, Rollout, RowShape, Update
+from jaxpost.types import Experience, Outputs, RowShape, Update
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -45,26 +45,9 @@ def stage_config(**fields):
   return config
 
 
-def rollout(count=12, longest=6, groups=3, seed=3):
-  random = np.random.RandomState(seed)
-
-  def draw(n):
-    return random.randint(0, 131, n).astype(np.int32)
-
-  lengths = random.randint(1, longest + 1, count)
-  return Rollout(
-    prompts=tuple(Prompt(i, draw(3 + i), '', {}) for i in range(groups)),
-    completions=np.stack([draw(longest) for _ in lengths]),
-    lengths=lengths,
-    logprobs=-np.ones((count, longest), np.float32),
-    behavior_logprobs=-np.ones((count, longest), np.float32),
-    finished=lengths < longest,
-  )
-
-
 def graded(rewards=None, mask=None, sampled=None, **arrays):
   """Returns experience with random values and log-probs, except for the given arrays."""
-  sampled = sampled or rollout()
+  sampled = sampled or tiny.rollout()
   shape = sampled.completions.shape
   random = np.random.RandomState(0)
 
@@ -91,7 +74,7 @@ def graded(rewards=None, mask=None, sampled=None, **arrays):
 )
 def test_credit_matches_gae_of_verl(case, mask):
   mask = INPUTS[mask]
-  sampled = rollout(8, 6, 2).replace(lengths=INPUTS['mask'].sum(axis=1).astype(int))
+  sampled = tiny.rollout(8, 6, 2).replace(lengths=INPUTS['mask'].sum(axis=1).astype(int))
   values = np.where(mask > 0, INPUTS['values'], np.nan)
   experience = graded(INPUTS['score2'], mask, sampled, values=values)
   credit = ppo.credit(experience, stage_config(rl=dict(gamma=0.99, lam=0.95)))
@@ -332,10 +315,6 @@ def run_config(model, **over):
   )
 
 
-def rows(workdir, split='train'):
-  return [r for r in metrics.read_rows(workdir / 'metrics.jsonl') if r['split'] == split]
-
-
 def states(workdir, step):
   """Returns {role: leaves of its parameters} of a checkpoint, on the host."""
   weights = inference.from_run(workdir, step=step)
@@ -358,7 +337,7 @@ def same(one, other):
 def test_first_step_is_on_policy_at_a_temperature_below_1(nano, tmp_path):
   """The ratio is 1, nothing is clipped, and the KL is 0."""
   jaxpost.run(run_config(nano, train=dict(steps=2)), tmp_path)
-  first, second = rows(tmp_path)
+  first, second = tiny.rows(tmp_path)
   assert first['ratio'] == pytest.approx(1, abs=1e-5)
   assert first['clip_ratio/low_mean'] == first['clip_ratio/high_mean'] == 0
   assert abs(first['kl']) < 1e-6 < abs(second['kl'])
@@ -413,7 +392,7 @@ def test_critic_warm_up_trains_only_the_critic(nano, tmp_path):
   assert same(checkpoints[0]['policy'], checkpoints[1]['policy'])
   assert not same(checkpoints[1]['policy'], checkpoints[2]['policy'])
   assert not same(checkpoints[0]['critic'], checkpoints[1]['critic'])
-  rows_ = rows(tmp_path / 'run')
+  rows_ = tiny.rows(tmp_path / 'run')
   assert 'loss' not in rows_[0] and 'loss' in rows_[2]
   assert rows_[0]['kl'] == rows_[1]['kl'] == pytest.approx(0, abs=1e-6)
   assert rows_[0]['values/mean'] != 0  # the head is that of critic.path
@@ -432,7 +411,7 @@ def test_first_step_check_waits_for_the_first_update_after_a_warm_up(nano, tmp_p
   config = run_config(nano, **changed) | dict(algorithm=f'{tmp_path}/checked.py:CHECKED')
   with pytest.raises(AssertionError, match='ratio 1.000'):
     jaxpost.run(config, tmp_path / 'run')
-  assert [row['step'] for row in rows(tmp_path / 'run')] == [1]
+  assert [row['step'] for row in tiny.rows(tmp_path / 'run')] == [1]
 
 
 def test_value_loss_compares_values_of_the_rollout_with_groups_of_one(nano):
@@ -466,7 +445,7 @@ def test_export_has_no_head_of_a_shared_critic(nano, tmp_path):
   jaxpost.run(
     run_config(nano, critic=dict(value_head=True), train=dict(steps=2), save=dict(export=True)), tmp_path / 'run'
   )
-  assert rows(tmp_path / 'run')[1]['values/mean'] != 0
+  assert tiny.rows(tmp_path / 'run')[1]['values/mean'] != 0
   config = hf.read_config(tmp_path / 'run/export')
   assert not config.more_heads and not config.num_labels
   hf.check(tmp_path / 'run/export', config)  # raises if the folder has a tensor that the config does not
@@ -490,7 +469,7 @@ def test_critic_learns_a_constant_reward(nano, tmp_path):
     ),
     tmp_path,
   )
-  explained = [r['critic/explained_variance'] for r in rows(tmp_path)]
+  explained = [r['critic/explained_variance'] for r in tiny.rows(tmp_path)]
   assert explained[0] < 0.1 and np.mean(explained[-5:]) > 0.5, explained
 
 
@@ -513,7 +492,7 @@ def test_ppo_learns_small_sums(tmp_path):
   )
 
   def rows_of(split):
-    return [r for r in rows(tmp_path / 'run', split) if r['stage'] == 'online']
+    return [r for r in tiny.rows(tmp_path / 'run', split) if r['stage'] == 'online']
 
   before, after = (r['pass@1'] for r in rows_of('eval'))
   assert before < 0.35 and after > before + 0.2, (before, after)
@@ -568,7 +547,7 @@ def test_vapo_recipe_runs(tmp_path):
   config = ppo_gsm8k.get_config('method=vapo,runlocal').to_dict()
   config = tiny.merged(config, dict(train=dict(steps=3), critic=dict(warmup_steps=1), log=dict(tensorboard=False)))
   jaxpost.run(config, tmp_path, rich.console.Console(quiet=True))
-  first, second, _ = [r for r in metrics.read_rows(tmp_path / 'metrics.jsonl') if r['split'] == 'train']
+  first, second, _ = tiny.rows(tmp_path)
   assert 'loss' not in first and np.isfinite(second['loss']) and 'critic/vf_loss' in first
 
 

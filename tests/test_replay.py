@@ -14,7 +14,6 @@ import jaxpost
 from jaxpost.algorithms import grpo
 from jaxpost.errors import InputError
 from jaxpost.losses import importance
-from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
 from jaxpost.rl import batching
 from jaxpost.rollout import rollout_codec
@@ -170,7 +169,7 @@ def test_replayed_samples_are_corrected_for_the_older_policy(nano, tmp_path, ove
   """As the policy learns, its ratio to the stored log-probs differs from 1."""
   over = tiny.merged(dict(train=dict(steps=4), optim=dict(lr=1e-2), log=dict(rollouts_every=1)), over)
   jaxpost.run(config_of(nano, **over), tmp_path / 'run')
-  rows = [row for row in metrics.read_rows(tmp_path / 'run' / 'metrics.jsonl') if row['split'] == 'train']
+  rows = tiny.rows(tmp_path / 'run')
   assert rows[0]['sampler_mismatch'] == pytest.approx(1, abs=1e-4)
   later = [row for row in rows if row['replay/used']]
   assert later and all(row['sampler_mismatch'] > 1.001 and row['grad_norm'] > 0 for row in later)

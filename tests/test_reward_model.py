@@ -24,7 +24,6 @@ from jaxpost.errors import InputError
 from jaxpost.formats import hf, hf_export
 from jaxpost.losses import token_advantages
 from jaxpost.models import model as model_lib
-from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
 from jaxpost.rewards.groups import Graded
 from jaxpost.rl import grading, process_rewards
@@ -176,12 +175,6 @@ def test_first_step_with_zero_scores_must_have_loss_log_2():
 # -------------------------------------------------------------------- learning
 
 
-def rows(workdir, split='train', stage=None):
-  return [
-    r for r in metrics.read_rows(workdir / 'metrics.jsonl') if r['split'] == split and stage in (None, r['stage'])
-  ]
-
-
 def letters(kind, count, seed):
   """Yields rows for a loss: words of the letters a and b, of which those with more a are better."""
   draw = random.Random(seed)
@@ -222,7 +215,7 @@ def test_learns(kind, nano, tmp_path):
     ),
     tmp_path / 'run',
   )
-  before, after = rows(tmp_path / 'run', 'eval')
+  before, after = tiny.rows(tmp_path / 'run', 'eval')
   print(kind, before, after)
   assert after['loss'] < 0.5 * before['loss']
   if kind == 'bradley_terry':
@@ -478,10 +471,10 @@ def test_sft_reward_model_and_grpo_stages_run_in_sequence(nano, tmp_path):
     reward_model=dict(path='stage:judge'),
   )
   jaxpost.run(config, tmp_path / 'run')
-  first = rows(tmp_path / 'run', stage='online')[0]
+  first = tiny.rows(tmp_path / 'run', stage='online')[0]
   assert first['ratio'] == pytest.approx(1, abs=1e-4)
   assert first['rewards/reward_model/std'] > 0
-  evals = rows(tmp_path / 'run', 'eval', 'online')
+  evals = tiny.rows(tmp_path / 'run', 'eval', 'online')
   for row in evals:  # every score is above pass_reward
     assert row['reward'] == row['rewards/reward_model/mean'] != 0
     assert row['pass@1'] == row['pass@2'] == 1

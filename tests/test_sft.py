@@ -195,7 +195,7 @@ def test_data_mixture_is_trained_in_its_proportions(nano, tmp_path):
     nano, data=dict(path=f'{first_path} + {second_path}', weights=(0.75, 0.25)), train=dict(steps=8, batch_size=4)
   )
   jaxpost.run(config, tmp_path)
-  rows = [r for r in metrics.read_rows(tmp_path / 'metrics.jsonl') if r['split'] == 'train']
+  rows = tiny.rows(tmp_path)
   first, second = (sum(r[f'data/{n}/documents'] for r in rows) for n in (0, 1))
   assert 0.6 < first / (first + second) < 0.9
 

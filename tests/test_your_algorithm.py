@@ -10,7 +10,6 @@ import tiny
 
 import jaxpost
 from jaxpost.errors import InputError
-from jaxpost.monitor import metrics
 from jaxpost.rl import reward_metrics
 from jaxpost.stage import algorithms
 
@@ -21,7 +20,7 @@ MAX_LINES = {'reinforce.py': 60, 'actor_critic.py': 150}
 
 def run(config, workdir):
   jaxpost.run(config, workdir)
-  return [row for row in metrics.read_rows(workdir / 'metrics.jsonl') if row['split'] == 'train']
+  return tiny.rows(workdir)
 
 
 @pytest.mark.parametrize('name', MAX_LINES)

@@ -21,8 +21,10 @@ from jaxpost.models import parameters
 from jaxpost.models.attention_configs import ChunkedConfig, LatentConfig, MixedConfig
 from jaxpost.models.config import Experts, ModelConfig, Rope
 from jaxpost.models.hybrid_config import HybridConfig
+from jaxpost.monitor import metrics
 from jaxpost.stage.config import defaults
 from jaxpost.storage import seals
+from jaxpost.types import Prompt, Rollout
 
 EXACT = Compute(dtype='float32', q_chunk=64)
 
@@ -267,6 +269,24 @@ def merged(base, over):
   return out
 
 
+def rollout(count=12, longest=6, groups=3, seed=3) -> Rollout:
+  """Random samples of at most `longest` tokens, `count` in all, for prompts of 3, 4, 5 ... tokens."""
+  random = np.random.RandomState(seed)
+
+  def draw(n):
+    return random.randint(0, 131, n).astype(np.int32)
+
+  lengths = random.randint(1, longest + 1, count)
+  return Rollout(
+    prompts=tuple(Prompt(i, draw(3 + i), '', {}) for i in range(groups)),
+    completions=np.stack([draw(longest) for _ in lengths]),
+    lengths=lengths,
+    logprobs=-np.ones((count, longest), np.float32),
+    behavior_logprobs=-np.ones((count, longest), np.float32),
+    finished=lengths < longest,
+  )
+
+
 def run_config(model, **over):
   """A config, as nested dicts: SFT on sums that takes a second; `over` replaces fields."""
   task = 'generated:arithmetic:max=99,ops=+'
@@ -328,6 +348,15 @@ def low_share(completion_ids, **columns):
   """The share of tokens below 64 in each completion."""
   del columns
   return [sum(t < 64 for t in ids) / len(ids) for ids in completion_ids]
+
+
+def rows(workdir, split='train', stage=None):
+  """The rows of a run's metrics that have this split and, unless it is None, this stage."""
+  return [
+    row
+    for row in metrics.read_rows(workdir / 'metrics.jsonl')
+    if row['split'] == split and stage in (None, row['stage'])
+  ]
 
 
 def config_file(path, config):
