@@ -10,6 +10,7 @@ import shutil
 import numpy as np
 import pytest
 import rich.console
+import tiny
 
 from configs import grpo_gsm8k, sft_gsm8k
 from jaxpost import stages
@@ -18,7 +19,6 @@ from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
 from jaxpost.rewards import math
 from jaxpost.stage import held_out_loss, prepare
-from tests import tiny
 
 REWARD = '''
 def letters(completions, **columns):

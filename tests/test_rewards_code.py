@@ -12,6 +12,7 @@ import threading
 import time
 
 import pytest
+from sandboxes import ALLOWED, WHY_NOT, needs_namespaces
 
 from jaxpost.errors import InputError
 from jaxpost.rewards import code
@@ -22,15 +23,6 @@ from jaxpost.workers import call, sandbox
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 
 
-def allowed():
-  """Returns whether the kernel lets a process make namespaces, without code of the library."""
-  unshare = 'import ctypes, sys\nsys.exit(ctypes.CDLL(None).unshare(0x10000000 | 0x20000) != 0)'
-  return sys.platform == 'linux' and not subprocess.run([sys.executable, '-c', unshare]).returncode
-
-
-ALLOWED = allowed()
-WHY_NOT = 'this kernel or container allows no user namespaces'
-namespaces = pytest.mark.skipif(not ALLOWED, reason=WHY_NOT)
 LIMITS = sandbox.SandboxLimits(timeout_s=10.0, memory_mb=256)
 RIGHT = 'def add(a, b):\n  return a + b'
 WRONG = 'def add(a, b):\n  return a - b'
@@ -127,7 +119,7 @@ def test_programs_are_scored_by_their_outputs_for_inputs(reward):
   assert reward([echo], inputs=[['\u00e4\U0001f600']], outputs=[['\u00e4\U0001f600']]) == [1]
 
 
-@namespaces
+@needs_namespaces
 def test_code_reward_in_a_pool():
   with RewardPool('code?timeout=4&share=true', timeout_s=30.0) as pool:
     with pytest.raises(InputError, match="'tests' or 'test_list' or 'inputs'"):
@@ -139,7 +131,7 @@ def test_code_reward_in_a_pool():
     assert graded.rewards == [1.0, 0.5, 0.0] and graded.error is None
 
 
-@namespaces
+@needs_namespaces
 def test_timeout_that_would_kill_the_worker_is_refused():
   """Programs must reach their own limit first: it scores 0, whereas a killed worker masks the samples."""
   group = Group(['p'] * 9, [fenced(RIGHT)] * 9, [[1]] * 9, {'test_list': [TESTS] * 9})
@@ -167,14 +159,14 @@ CHEATS = {
 }
 
 
-@namespaces
+@needs_namespaces
 @pytest.mark.parametrize('cheat', CHEATS)
 def test_cheating_programs_pass_no_test(cheat):
   limits = sandbox.SandboxLimits(timeout_s=2.0)
   assert sandbox.run_tests(CHEATS[cheat], TESTS, limits) == [False, False]
 
 
-@namespaces
+@needs_namespaces
 def test_sandbox_holds_neither_expected_outputs_nor_files_of_earlier_runs():
   """A program sees only its own source file."""
   look = 'import gc, os, sys\nprint(sorted(os.listdir()), os.environ)'
@@ -240,7 +232,7 @@ def jails():
   }
 
 
-@namespaces
+@needs_namespaces
 @pytest.mark.parametrize('name', HOSTILE)
 def test_hostile_programs_fail_and_leave_no_process(name):
   limits = sandbox.SandboxLimits(timeout_s=1.5, memory_mb=128)
@@ -290,7 +282,7 @@ print('ids', os.getuid(), os.getpid() < 10, sorted(os.environ))
 """
 
 
-@namespaces
+@needs_namespaces
 def test_folders_that_the_sandbox_shows_are_read_only(tmp_path, monkeypatch):
   """The mode of the folder would let a program write, but the sandbox does not."""
   shown = tmp_path / 'shown'
@@ -309,7 +301,7 @@ def test_folders_that_the_sandbox_shows_are_read_only(tmp_path, monkeypatch):
   assert printed == 'Read-only file system\n' * 5 + '[]\n'
 
 
-@namespaces
+@needs_namespaces
 def test_number_of_processes_is_limited():
   program = (
     'import os, time\nfor i in range(1000):\n  try:\n'
@@ -320,7 +312,7 @@ def test_number_of_processes_is_limited():
   assert 1 < int(printed) <= LIMITS.processes
 
 
-@namespaces
+@needs_namespaces
 def test_program_reaches_only_its_own_folder(tmp_path, monkeypatch):
   monkeypatch.setenv('A_SECRET', 'secret')
   (tmp_path / 'secret').write_text('secret')
@@ -337,7 +329,7 @@ def test_program_reaches_only_its_own_folder(tmp_path, monkeypatch):
   assert list(tmp_path.iterdir()) == [tmp_path / 'secret']
 
 
-@namespaces
+@needs_namespaces
 def test_sandbox_ends_when_the_process_that_started_it_is_killed():
   before = jails()
   parent = subprocess.Popen(
@@ -361,7 +353,7 @@ def test_sandbox_ends_when_the_process_that_started_it_is_killed():
   assert not jails() - before
 
 
-@namespaces
+@needs_namespaces
 def test_packages_are_visible_only_with_the_option():
   program = 'import numpy\nprint(numpy.ones(3).sum())'
   with_packages = sandbox.SandboxLimits(timeout_s=20.0, memory_mb=2048, packages=True)
@@ -390,7 +382,7 @@ if __name__ == '__main__':
 """
 
 
-@namespaces
+@needs_namespaces
 @pytest.mark.skipif(not shutil.which('unshare'), reason='needs unshare(1)')
 def test_code_reward_without_namespaces_is_refused_unless_insecure(tmp_path):
   """It runs in a user namespace that may not make further ones."""
@@ -416,7 +408,7 @@ def test_insecure_programs_have_limits_and_leave_no_files(tmp_path, monkeypatch)
   assert list(tmp_path.iterdir()) == []
 
 
-@namespaces
+@needs_namespaces
 def test_sandbox_that_breaks_is_an_error_rather_than_a_zero(monkeypatch):
   """The sandbox is killed while programs run, as a kernel that is out of memory might kill it."""
 
@@ -430,7 +422,7 @@ def test_sandbox_that_breaks_is_an_error_rather_than_a_zero(monkeypatch):
     sandbox.run_tests('import time\ntime.sleep(9)', TESTS, LIMITS)
 
 
-@namespaces
+@needs_namespaces
 def test_program_that_cannot_start_is_an_error(monkeypatch):
   """The interpreter is outside of the sandbox: nothing was run, so the program has not failed."""
   monkeypatch.setattr(sandbox, '_binds', lambda packages: [])

@@ -4,12 +4,12 @@ import ast
 import dataclasses
 
 import pytest
+from sandboxes import needs_namespaces
 
 from jaxpost.rewards import code
 from jaxpost.workers import call, checks, dialog, sandbox, values
-from tests.test_rewards_code import ALLOWED, WHY_NOT
 
-pytestmark = pytest.mark.skipif(not ALLOWED, reason=WHY_NOT)
+pytestmark = needs_namespaces
 LIMITS = sandbox.SandboxLimits(timeout_s=3.0, memory_mb=256)
 PATIENT = dataclasses.replace(LIMITS, timeout_s=60.0)  # for programs that must succeed, also on a busy machine
 TESTS = ['assert add(1, 2) == 3', 'def check(candidate):\n  assert candidate(20, 22) == 42\ncheck(add)']

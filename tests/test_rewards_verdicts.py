@@ -9,12 +9,11 @@ import threading
 import time
 
 import pytest
+from sandboxes import needs_namespaces
 
 from jaxpost.rewards import code
 from jaxpost.workers import call, checks, namespaces, runner, sandbox
-from tests.test_rewards_code import ALLOWED, WHY_NOT
 
-needs_sandbox = pytest.mark.skipif(not ALLOWED, reason=WHY_NOT)
 PATIENT = sandbox.SandboxLimits(timeout_s=60.0)
 
 # (solution, test, whether it passes): values of a type or size that the author of the test did not think of
@@ -71,7 +70,7 @@ CASES = [
 ]
 
 
-@needs_sandbox
+@needs_namespaces
 def test_answers_of_unexpected_type_or_size_still_get_a_verdict():
   solutions, tests, passes = zip(*CASES)
   reward = code.Code(fenced=False, timeout=60.0)
@@ -80,7 +79,7 @@ def test_answers_of_unexpected_type_or_size_still_get_a_verdict():
   assert time.process_time() - begin < 10
 
 
-@needs_sandbox
+@needs_namespaces
 def test_slow_comparison_in_a_test_is_stopped_by_its_timeout():
   test = checks.read('r = f(1)\nassert [v for v in range(1, 1000) if v in r] == [7]')
   begin = time.monotonic()
@@ -90,7 +89,7 @@ def test_slow_comparison_in_a_test_is_stopped_by_its_timeout():
   assert time.monotonic() - begin < 30
 
 
-@needs_sandbox
+@needs_namespaces
 def test_code_late_metric_counts_programs_that_time_out():
   programs = ['import time\ntime.sleep(100)', 'raise ValueError', 'print(4)', 'import time\ntime.sleep(100)']
   logged = {}
@@ -100,7 +99,7 @@ def test_code_late_metric_counts_programs_that_time_out():
   assert rewards == [0.0, 0.0, 1.0, 0.0] and logged['code_late'] == 0.5
 
 
-@needs_sandbox
+@needs_namespaces
 def test_programs_may_call_exit_and_start_with_clean_globals():
   exits_early = 'print(4)\nif __name__ == "__main__": exit()\nprint(5)'
   prints_globals = 'import sys\nsys.stdout.write(" ".join(sorted(n for n in globals() if n[0] != "_")))\nquit(0)'
@@ -109,7 +108,7 @@ def test_programs_may_call_exit_and_start_with_clean_globals():
   assert sandbox.run_inputs('import sys\nprint(len(sys.argv), __file__)\nexit(3)', [''], PATIENT) == [None]
 
 
-@needs_sandbox
+@needs_namespaces
 def test_long_blank_and_unencodable_expected_outputs():
   reward = code.Code(fenced=False, timeout=60.0)
   long = 'a\n' * 750_000

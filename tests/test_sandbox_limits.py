@@ -12,16 +12,12 @@ import sys
 import time
 
 import pytest
+from sandboxes import needs_namespaces
 
 from jaxpost.workers import sandbox, supervisor
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.skipif(sys.platform != 'linux', reason='the sandbox needs Linux')
-UNSHARE = 'import ctypes, sys\nsys.exit(ctypes.CDLL(None).unshare(0x10000000 | 0x20000) != 0)'
-namespaces = pytest.mark.skipif(
-  sys.platform != 'linux' or subprocess.run([sys.executable, '-c', UNSHARE]).returncode != 0,
-  reason='this kernel or container allows no user namespaces',
-)
 LIMITS = sandbox.SandboxLimits(timeout_s=60.0, memory_mb=128)  # Python starts slowly on a busy machine
 INSECURE = dataclasses.replace(LIMITS, insecure=True)
 
@@ -73,7 +69,9 @@ def counted(request, monkeypatch):
     pytest.skip(f'no control group can be made here: {why}')
 
 
-@pytest.mark.parametrize('limits', [pytest.param(LIMITS, marks=namespaces), INSECURE], ids=['isolated', 'insecure'])
+@pytest.mark.parametrize(
+  'limits', [pytest.param(LIMITS, marks=needs_namespaces), INSECURE], ids=['isolated', 'insecure']
+)
 def test_memory_is_limited_in_sum(counted, limits):
   """No process allocates more than 40 MB: three fit in the limit of 128 MB, and 16 with 640 MB in sum do not."""
   few, many = CHILDREN.format(count=3, mb=25, seconds=0.3), CHILDREN.format(count=16, mb=40, seconds=30)
@@ -92,7 +90,7 @@ def test_files_in_memory_count_towards_the_limit():
   assert outputs == [['held\n'], [None]]
 
 
-@namespaces
+@needs_namespaces
 def test_memory_shared_by_processes_counts_once(monkeypatch):
   """30 child processes that inherit 60 MB hold 60 MB in sum and not 1,800 MB."""
   monkeypatch.setattr(sandbox, '_CGROUPS', '/proc/none')
@@ -100,7 +98,7 @@ def test_memory_shared_by_processes_counts_once(monkeypatch):
   assert sandbox.run_inputs(program, [''], LIMITS) == ['held\n']
 
 
-@namespaces
+@needs_namespaces
 def test_a_signal_to_process_1_does_not_end_the_jail():
   """A program of the same user can send signals; an end of process 1 would leave the sample without a verdict."""
   program = 'import sys, time\nprint(input(), flush=True)\ntime.sleep(1)'
@@ -270,7 +268,7 @@ print(any(found))
 """
 
 
-@namespaces
+@needs_namespaces
 def test_nothing_is_kept_between_programs():
   assert sandbox.run_inputs(KEEPER, ['', ''], LIMITS) == ['False\n', 'False\n']
 

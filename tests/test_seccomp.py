@@ -5,23 +5,14 @@ import pathlib
 import platform
 import re
 import struct
-import subprocess
-import sys
 
 import pytest
+from sandboxes import needs_namespaces
 
 from jaxpost.workers import sandbox, seccomp
 
 LIMITS = sandbox.SandboxLimits(timeout_s=20.0, memory_mb=1024)
 
-
-def namespaces_work():
-  """Returns whether the kernel lets a process make namespaces, without using code of the library."""
-  unshare = 'import ctypes, sys\nsys.exit(ctypes.CDLL(None).unshare(0x10000000 | 0x20000) != 0)'
-  return sys.platform == 'linux' and not subprocess.run([sys.executable, '-c', unshare]).returncode
-
-
-namespaces = pytest.mark.skipif(not namespaces_work(), reason='this kernel or container allows no user namespaces')
 
 # name: (number on x86_64, number on aarch64, arguments)
 REFUSED = {
@@ -91,7 +82,7 @@ WORKS = {
 }
 
 
-@namespaces
+@needs_namespaces
 def test_dangerous_calls_do_not_exist():
   column = {'x86_64': 0, 'aarch64': 1}[platform.machine()]
   calls = [(row[column], row[2]) for row in REFUSED.values()]
@@ -101,14 +92,14 @@ def test_dangerous_calls_do_not_exist():
   assert errors == dict.fromkeys(REFUSED, errno.ENOSYS)
 
 
-@namespaces
+@needs_namespaces
 @pytest.mark.parametrize('program', WORKS.values(), ids=WORKS)
 def test_ordinary_programs_work(program):
   (output,) = sandbox.run_inputs(program, [''], LIMITS)
   assert output and output.strip() == '6'
 
 
-@namespaces
+@needs_namespaces
 def test_numpy_works():
   program = 'import numpy as np\nprint(int(np.linalg.solve(np.eye(300), np.full(300, 6.0))[0]))'
   limits = sandbox.SandboxLimits(timeout_s=60.0, memory_mb=4096, packages=True)
