@@ -2,10 +2,12 @@
 
 import pathlib
 
+import numpy as np
 import pytest
 import tokenizers
 import transformers
 
+from jaxpost.data import chat as chat_lib
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
 
@@ -67,6 +69,17 @@ def test_generation_prompt_ends_where_the_trained_span_starts(name, folder):
   prompt, _ = tokenizer.render_chat(CHAT[:2], generation_prompt=True)
   text, spans = tokenizer.render_chat(CHAT[:3])
   assert text[: spans[0][0]] == prompt
+
+
+def test_chatml_trains_what_the_template_of_bytes_trains():
+  """The two differ in tools only."""
+  for extent in 3, 4, 5:  # messages
+    of_bytes, of_file = (
+      chat_lib.make_example(tokenizer_lib.load('bytes', template), {'messages': CHAT[:extent]}, 'a:1')
+      for template in ('', 'chatml')
+    )
+    np.testing.assert_array_equal(of_bytes.tokens, of_file.tokens)
+    np.testing.assert_array_equal(of_bytes.loss_mask, of_file.loss_mask)
 
 
 @pytest.mark.parametrize('name', NAMES)

@@ -27,13 +27,11 @@ _warn_once = functools.cache(logging.warning)
 # Without it, the import of transformers recommends to install torch, which this library does not need.
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
+# The template of the tokenizer 'bytes'. It renders chats as data/templates/chatml.jinja does, which refuses tools and
+# their calls; this one leaves them out, so that environments with tools run with a model of `presets`.
 CHATML = (
-  '{%- for message in messages %}'
-  "{{- '<|im_start|>' + message.role + '\\n' + message.content"
-  " + '<|im_end|>\\n' }}"
-  '{%- endfor %}{%- if add_generation_prompt %}'
-  "{{- '<|im_start|>assistant\\n' }}"
-  '{%- endif %}'
+  "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+  "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 _TEMPLATES = pathlib.Path(__file__).with_name('templates')
 _MARK = re.compile(r'\{%[-+]?\s*generation\b')  # marks the text of a template that the assistant generates
