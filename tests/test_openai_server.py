@@ -140,11 +140,11 @@ def test_chat_reply_has_messages_log_probs_usage_and_is_recorded(server, weights
 def test_log_probs_match_forward_pass_of_model(server, weights):
   reply = ask(server, 'completions', prompt='1+1=', max_tokens=6, logprobs=1)
   choice = reply['choices'][0]
-  ids = np.array([[*reply['prompt_token_ids'], *choice['token_ids']]])
+  ids = np.array([[*choice['prompt_token_ids'], *choice['token_ids']]])
   logits = tiny.logits(weights.inputs.model, weights.params, ids)[0]
   logits = logits - logits.max(-1, keepdims=True)
   logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-  start = len(reply['prompt_token_ids'])
+  start = len(choice['prompt_token_ids'])
   expected = [logp[start - 1 + i, t] for i, t in enumerate(choice['token_ids'])]
   actual = choice['logprobs']['token_logprobs']
   assert np.abs(np.array(actual) - expected).max() < 1e-4
@@ -197,7 +197,8 @@ def test_echoed_prompt_has_log_probs_of_its_tokens(max_tokens, server, weights):
   recorded = len(server[1])
   body = dict(prompt='h\u00e9: 1+1=2', max_tokens=max_tokens, logprobs=2, echo=True, temperature=0.5)
   reply = ask(server, 'completions', **body)
-  choice, ids = reply['choices'][0], reply['prompt_token_ids']
+  choice = reply['choices'][0]
+  ids = choice['prompt_token_ids']
   assert choice['text'].startswith('h\u00e9: 1+1=2') and len(choice['token_ids']) == max_tokens
   assert len(server[1]) == recorded + max_tokens  # a request that is only scored is not recorded
   assert choice['finish_reason'] == 'length' or max_tokens
@@ -217,14 +218,14 @@ def test_echoed_prompt_has_log_probs_of_its_tokens(max_tokens, server, weights):
 
 def test_greedy_tokens_have_largest_log_prob_when_scored(server):
   """lm-eval tests whether a token's log-prob equals the largest one. Texts, ids and lists of both score alike."""
-  drawn = ask(server, 'completions', prompt='1+1=', max_tokens=8, temperature=0, logprobs=1)
-  ids, start = [*drawn['prompt_token_ids'], *drawn['choices'][0]['token_ids']], len(drawn['prompt_token_ids'])
+  drawn = ask(server, 'completions', prompt='1+1=', max_tokens=8, temperature=0, logprobs=1)['choices'][0]
+  ids, start = [*drawn['prompt_token_ids'], *drawn['token_ids']], len(drawn['prompt_token_ids'])
   scoring = dict(max_tokens=0, logprobs=1, echo=True)
   scored = ask(server, 'completions', prompt=[ids, [97, 98]], **scoring)
   logprobs = scored['choices'][0]['logprobs']
   for logprob, top in zip(logprobs['token_logprobs'][start:], logprobs['top_logprobs'][start:]):
     assert logprob == max(top.values())
-  sampled = drawn['choices'][0]['logprobs']['token_logprobs']
+  sampled = drawn['logprobs']['token_logprobs']
   np.testing.assert_allclose(logprobs['token_logprobs'][start:], sampled, atol=1e-4)
   assert scored['usage'] == dict(prompt_tokens=len(ids) + 2, completion_tokens=0, total_tokens=len(ids) + 2)
   (alone,) = ask(server, 'completions', prompt='ab', n=1, **scoring)['choices']
@@ -250,10 +251,11 @@ def test_special_token_as_stop_string_stops(server, weights):
 def test_prompt_may_be_text_ids_or_list(server):
   greedy = dict(max_tokens=4, temperature=0)
   from_text = ask(server, 'completions', prompt='ab', **greedy)
-  from_ids = ask(server, 'completions', prompt=[97, 98], **greedy)
+  from_ids = ask(server, 'completions', prompt=[97, 98], return_token_ids=True, **greedy)
   from_list = ask(server, 'completions', prompt=['ab', 'cd'], **greedy)
   assert from_text['choices'][0] == from_ids['choices'][0] == from_list['choices'][0]
-  assert len(from_list['choices']) == 2
+  assert [choice['prompt_token_ids'] for choice in from_list['choices']] == [[97, 98], [99, 100]]  # as in vLLM
+  assert 'prompt_token_ids' not in from_list
 
 
 def test_a_stop_string_is_left_out(server):
@@ -310,8 +312,9 @@ def test_streamed_parts_join_to_the_unstreamed_reply(server, path):
     content = choice['message']['content'] if is_chat else choice['text']
     assert joined(stream, choice['index'], is_chat) == content
     assert last['finish_reason'] == choice['finish_reason'] and last['token_ids'] == choice['token_ids']
+    assert last.get('prompt_token_ids') == choice.get('prompt_token_ids')
   assert usage['choices'] == [] and usage['usage'] == whole['usage']
-  assert stream[-1]['prompt_token_ids'] == whole['prompt_token_ids']
+  assert stream[-1].get('prompt_token_ids') == whole.get('prompt_token_ids')
 
 
 def test_stream_with_log_probs_is_one_event(server):

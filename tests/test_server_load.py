@@ -88,7 +88,7 @@ async def _client(port, numbers, ready, load):
   try:
     for number in numbers:
       status, reply = await exchange(reader, writer, number)
-      if status == 200 and reply['prompt_token_ids'] == prompt(number):
+      if status == 200 and reply['choices'][0]['prompt_token_ids'] == prompt(number):
         load.answers[number] += 1
       else:
         load.refused[status] += 1

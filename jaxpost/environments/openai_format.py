@@ -44,7 +44,7 @@ _UNSUPPORTED = {
   'parallel_tool_calls': (True,),
 }
 # Parameters that change no answer.
-_IGNORED = 'user', 'metadata', 'store', 'service_tier', 'safety_identifier', 'prompt_cache_key'
+_IGNORED = 'user', 'metadata', 'store', 'service_tier', 'safety_identifier', 'prompt_cache_key', 'return_token_ids'
 MAX_ANSWERS = 1024  # choices of one body, over all of its prompts
 _MAX_STOPS, _MAX_STOP = 64, 1024  # stop strings of a body, and characters of each: each block is searched for all
 _READ = 'model messages prompt echo n max_tokens max_completion_tokens stop logprobs top_logprobs tools'.split()
@@ -176,6 +176,7 @@ class Translator:
       text=self.decode(completion, before=self.before),
       logprobs=logprobs,
       finish_reason=_finish_reason(completion),
+      prompt_token_ids=completion.request.tokens.tolist(),
       token_ids=completion.tokens.tolist(),
     )
 
@@ -306,13 +307,13 @@ def head(kind: str, model: str) -> dict:
 def response(
   is_chat: bool, model: str, choices: list[dict], prompts: list[np.ndarray], completions: list[Completion]
 ) -> dict:
-  """Returns the body of a reply with these choices."""
+  """Returns the body of a reply; that to a chat has the ids of its prompt, of completions each choice has its own."""
   prompt_tokens = sum(map(len, prompts))
   completion_tokens = sum(len(c.tokens) for c in completions)
   return dict(
     **head('chat.completion' if is_chat else 'text_completion', model),
     choices=choices,
-    prompt_token_ids=prompts[0].tolist(),
+    **({'prompt_token_ids': prompts[0].tolist()} if is_chat else {}),
     usage=dict(
       prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, total_tokens=prompt_tokens + completion_tokens
     ),

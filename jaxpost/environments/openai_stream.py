@@ -90,9 +90,8 @@ class EventStream:
       response: the whole answer, as `openai_format.response` makes it.
       with_usage: adds an event with the number of tokens.
     """
-    events = [
-      self._event(choices=[self._last(c)], prompt_token_ids=response['prompt_token_ids']) for c in response['choices']
-    ]
+    shared = {name: response[name] for name in ('prompt_token_ids',) if name in response}
+    events = [self._event(choices=[self._last(c)], **shared) for c in response['choices']]
     if with_usage:
       events.append(self._event(choices=[], usage=response['usage']))
     return ''.join([*events, 'data: [DONE]\n\n'])
