@@ -205,7 +205,7 @@ def test_run_or_adapter_as_model_path_brings_its_tokenizer(tmp_path, monkeypatch
     (dict(path='', preset='./gone.py:f'), 'bytes'),
     (dict(path='org/name'), 'org/name'),
   ):
-    assert weight_sources.saved_tokenizer_path(schema.ModelSection(**section)) == path
+    assert weight_sources.saved_tokenizer_path(tmp_path / 'run', schema.ModelSection(**section)) == path
   of_run = records.Source(config_, checkpoints=tmp_path / 'run' / 'checkpoints' / 'sft')
   monkeypatch.setattr('jaxpost.stage.weight_sources.own_tokenizer', lambda source: ('other', '', {}))
   loaded = {'bytes': tokenizer_lib.load('bytes'), 'other': types.SimpleNamespace(encode=lambda text: [1])}
@@ -226,8 +226,7 @@ def test_a_tokenizer_of_the_weights_that_is_gone_is_not_replaced_by_bytes(tmp_pa
     weight_sources.check_tokenizer(config, of_run, bytes_, '', {})
 
 
-def test_a_template_file_of_the_weights_that_is_gone_ends_no_run(tmp_path):
-  """The file may also be relative to the folder where the other run was started."""
+def test_a_template_file_of_the_weights_that_is_gone_ends_no_run(tmp_path, caplog):
   saved = tiny.run_config('', data=dict(chat_template='./gone.jinja', template_kwargs=dict(effort='high')))
   (tmp_path / 'run').mkdir()
   (tmp_path / 'run' / 'config.json').write_text(json.dumps(saved))
@@ -235,7 +234,30 @@ def test_a_template_file_of_the_weights_that_is_gone_ends_no_run(tmp_path):
   own = weight_sources.tokenizer_of(of_run, {})
   assert own.source == 'bytes'
   (config,) = config_lib.parse(tiny.run_config('run')).values()
+  caplog.clear()
   weight_sources.check_tokenizer(config, of_run, own, '', {})
+  (record,) = caplog.records
+  assert 'run: its chat template ./gone.jinja is gone, so no other is compared with it' in record.getMessage()
+
+
+def test_tokenizer_and_template_of_a_run_are_found_where_it_started(tmp_path, monkeypatch, caplog):
+  """Files with the same names in the folder of the run that continues it are others."""
+  here, there = tmp_path / 'here', tmp_path / 'there'
+  for place, template in ((here, TEMPLATE), (there, TEMPLATE.replace('im_start', 'im_end'))):
+    place.mkdir()
+    tokenizer_lib.load('bytes').save(place / 'nano')
+    (place / 't.jinja').write_text(template)
+  named = dict(model=dict(path='', preset='tiny', tokenizer='nano'), data=dict(chat_template='./t.jinja'))
+  (there / 'run').mkdir()
+  (there / 'run' / 'config.json').write_text(json.dumps(tiny.merged(tiny.run_config(''), named)))
+  (there / 'run' / 'starts.jsonl').write_text(json.dumps(dict(folder=str(there))) + '\n')
+  of_run = records.Source(tiny.config(vocab_size=512), checkpoints=there / 'run' / 'checkpoints' / 'sft')
+  monkeypatch.chdir(here)
+  own = weight_sources.tokenizer_of(of_run, {})
+  assert own.source == str(there / 'nano') and '<|im_end|>user' in own.render_chat([QUESTION])[0]
+  (config,) = config_lib.parse(tiny.run_config('run')).values()
+  weight_sources.check_tokenizer(config, of_run, tokenizer_lib.load('nano'), 'nano', {})
+  assert len(warnings_of_templates(caplog)) == 1
 
 
 def test_weights_of_a_run_are_loaded_in_any_folder(tmp_path, monkeypatch):

@@ -33,7 +33,6 @@ CHATML = (
   "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
   "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-_TEMPLATES = pathlib.Path(__file__).with_name('templates')
 _MARK = re.compile(r'\{%[-+]?\s*generation\b')  # marks the text of a template that the assistant generates
 # Exceptions that expressions of a template raise.
 _TEMPLATE_ERRORS = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
@@ -279,7 +278,7 @@ def _template(chosen: str) -> str:
 
 
 def _named_templates() -> dict[str, pathlib.Path]:
-  return {file.stem: file for file in _TEMPLATES.glob('*.jinja')}
+  return {file.stem: file for file in pathlib.Path(__file__).with_name('templates').glob('*.jinja')}
 
 
 def _reads(templates: str, name: str) -> bool:

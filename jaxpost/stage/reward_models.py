@@ -75,11 +75,7 @@ def find(config: Config, find_source: Callable[[str, str], Source]) -> Source:
 def check_tokens(
   config: Config, role_sources: Mapping[str, Source], tokenizer: Tokenizer, earlier: Mapping[str, Tokenizer]
 ) -> None:
-  """Raises InputError if a reward model or critic has another vocabulary than the policy.
-
-  Args:
-    earlier: {stage: tokenizer} of the stages that run before this one.
-  """
+  """Raises InputError if the reward model or critic reads other tokens; see `weight_sources.check_tokenizer`."""
   for role in (REWARD_MODEL, 'critic'):
     key, path = f'config.{role}.path', vars(config)[role].path
     if role not in role_sources or not path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from jaxpost.distributed import coordination
 from jaxpost.errors import InputError, refuse
 from jaxpost.models import model as model_lib
 from jaxpost.models import saved_config
+from jaxpost.monitor import metrics, start
 from jaxpost.stage import config as config_lib
 from jaxpost.stage.records import Source
 from jaxpost.storage import manifest, object_store, seals
@@ -151,19 +153,23 @@ def recall(saved: dict | None, checkpoints: epath.Path) -> Source | None:
   return source
 
 
-def saved_tokenizer_path(section: ModelSection) -> str:
+def path_of_run(run: epath.Path, path: str) -> str:
+  """Returns a path of a run's config in the folder where the run was last started; unchanged if it has no such file."""
+  folders = [entry.get('folder', '') for entry in metrics.read_growing(run / start.FILE)]
+  place = os.path.join(*folders[-1:], path)
+  return place if path and os.path.exists(place) else path
+
+
+def saved_tokenizer_path(run: epath.Path, section: ModelSection) -> str:
   """Returns where a run with this `config.model` read its tokenizer from; loads no weights and no code of the user."""
-  if not section.tokenizer and section.path and epath.Path(section.path).expanduser().is_dir():
-    return find(section.path, 'config.model.path', {}, section.text_only).tokenizer_path(section) or 'bytes'
-  return section.tokenizer or section.path or 'bytes'
+  path, tokenizer = path_of_run(run, section.path), path_of_run(run, section.tokenizer)
+  if not tokenizer and path and epath.Path(path).expanduser().is_dir():
+    return find(path, 'config.model.path', {}, section.text_only).tokenizer_path(section) or 'bytes'
+  return tokenizer or path or 'bytes'
 
 
 def tokenizer_of(source: Source, earlier: Mapping[str, Tokenizer]) -> Tokenizer | None:
-  """Returns the tokenizer that a model was trained with, or None if it is not recorded.
-
-  Args:
-    earlier: {stage: its tokenizer} of the stages before this one.
-  """
+  """Returns the tokenizer that a model was trained with, or None if it is not recorded; see `check_tokenizer`."""
   if source.stage:
     return earlier[source.stage]
   return tokenizer_lib.load(*own) if (own := own_tokenizer(source)) else None
@@ -174,10 +180,11 @@ def own_tokenizer(source: Source) -> tuple:
   if source.checkpoints is not None:
     run, stage = source.checkpoints.parent.parent, source.checkpoints.name
     config = config_lib.parse_saved(run / 'config.json')[stage]
-    template = config.data.chat_template
-    if template.endswith('.jinja') and not epath.Path(template).expanduser().exists():  # or relative to another folder
-      return (saved_tokenizer_path(config.model),)
-    return saved_tokenizer_path(config.model), template, config.data.template_kwargs
+    path, template = saved_tokenizer_path(run, config.model), path_of_run(run, config.data.chat_template)
+    if template.endswith('.jinja') and not epath.Path(template).expanduser().exists():
+      logging.warning('%s: its chat template %s is gone, so no other is compared with it', run, template)
+      return (path,)
+    return path, template, config.data.template_kwargs
   return (str(source.folder),) if source.folder and (source.folder / 'tokenizer.json').exists() else ()
 
 

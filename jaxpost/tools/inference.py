@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,8 +22,6 @@ from jaxpost.distributed.phases import make_layout
 from jaxpost.errors import InputError, NoCheckpointError
 from jaxpost.models import model as model_lib
 from jaxpost.models.parameters import join
-from jaxpost.monitor import start
-from jaxpost.monitor.metrics import read_growing
 from jaxpost.roles import Policy, Roles
 from jaxpost.stage import (
   algorithms,
@@ -190,16 +187,9 @@ def run_config(run: epath.Path) -> dict[str, config_lib.Config]:
   return config_lib.parse_saved(path)
 
 
-def folder_of_start(run: epath.Path) -> str:
-  """Returns the folder in which the run was last started, if this machine has it, otherwise '.'."""
-  starts = read_growing(run / start.FILE)
-  folder = starts[-1].get('folder', '') if starts else ''
-  return folder if os.path.isdir(folder) else '.'
-
-
 def where_started(run: epath.Path) -> contextlib.AbstractContextManager:
-  """Changes the folder of this process to `folder_of_start`; not for processes whose other threads read files."""
-  return contextlib.chdir(folder_of_start(run))
+  """Changes to the folder where the run was last started, if it is there; not for processes with threads that read."""
+  return contextlib.chdir(weight_sources.path_of_run(run, '.'))
 
 
 def pick(stages: Mapping[str, Any], stage: str, where: epath.PathLike) -> tuple[str, Any]:

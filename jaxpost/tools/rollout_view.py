@@ -14,7 +14,6 @@ import functools
 import http.server
 import json
 import math
-import os
 import pathlib
 import urllib.parse
 from typing import TYPE_CHECKING, Any
@@ -135,14 +134,9 @@ class Viewer:
   def _load_tokenizer(self, stage: str) -> Tokenizer:
     """Returns the tokenizer of a stage of the run."""
     from jaxpost.stage import weight_sources
-    from jaxpost.tools import inference
 
     section = config_lib.parse_saved(self.index.run / 'config.json')[stage].model
-    # Other threads read files, so this process has to stay in its folder.
-    folder, given = inference.folder_of_start(self.index.run), {k: vars(section)[k] for k in ('path', 'tokenizer')}
-    places = {k: os.path.join(folder, text) for k, text in given.items() if text}
-    section = dataclasses.replace(section, **{k: place for k, place in places.items() if os.path.exists(place)})
-    return tokenizer_lib.load(weight_sources.saved_tokenizer_path(section))
+    return tokenizer_lib.load(weight_sources.saved_tokenizer_path(self.index.run, section))
 
 
 def _query(asked: dict[str, str]) -> Query:
