@@ -3,6 +3,7 @@
 Legend: N prompts, n samples a prompt.
 """
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -18,8 +19,10 @@ import types
 import jax
 import numpy as np
 import pytest
+import rich.console
 import tiny
 
+import jaxpost
 from jaxpost.data import prompts as prompts_lib
 from jaxpost.data import tokenizer
 from jaxpost.errors import InputError
@@ -485,6 +488,30 @@ def test_a_model_folder_is_evaluated_with_its_own_tokenizer(folder, tmp_path):
   assert inference.from_folder(folder, config).inputs.tokenizer.source == str(folder)
   bare = tiny.folder(tmp_path / 'bare')  # without a tokenizer
   assert inference.from_folder(bare, config).inputs.tokenizer.source == str(other)
+
+
+def test_files_of_a_run_are_those_of_the_folder_where_it_started(folder, tmp_path, monkeypatch):
+  """Those of the same names here are read only if --data names them; that the run's data is plain text decides, too."""
+  here, there = tmp_path / 'here', tmp_path / 'there'
+  for place, rows in ((here, 1), (there, 3)):
+    place.mkdir()
+    (place / 'sums.jsonl').write_text('{"question": "1+1=", "answer": "2"}\n' * rows)
+  (there / 'only_there.jsonl').write_text('{"question": "1+1=", "answer": "2"}\n')
+  (there / 'maps.py').write_text(
+    'def to_prompt(row):\n  return dict(prompt=row["question"], completion=row["answer"])\n'
+  )
+  data = dict(path='sums.jsonl', map='./maps.py:to_prompt')
+  with contextlib.chdir(there):
+    over = dict(data=data, train=dict(steps=1), eval=dict(data=dict(path='sums.jsonl')))
+    jaxpost.run(tiny.run_config(str(folder), **over), 'run', rich.console.Console(quiet=True))
+  monkeypatch.chdir(here)
+  for given, rows in (('', 3), ('sums.jsonl', 1), ('../there/only_there.jsonl', 1), ('sums.jsonl + sums.jsonl', 2)):
+    figures = inference.evaluate_as(run='../there/run', data=given)
+    assert figures['rows'] == rows and figures['loss'] > 0
+  with pytest.raises(InputError, match='only_there.jsonl: no such file'):
+    inference.evaluate_as(run='../there/run', data='only_there.jsonl')
+  assert not completions.typed_as_chat(inference.load(run='../there/run'))
+  assert pathlib.Path.cwd() == here
 
 
 def test_evaluate_without_held_out_data_names_the_flags_that_give_it(folder):

@@ -115,7 +115,7 @@ def notebook(code, monkeypatch):
 def sampling(code, monkeypatch, capsys):
   """Runs the block without weights. The tokens are given, and prompts are read like those of the quickstart."""
   config = config_lib.parse(quickstart.get_config('short').to_dict())['grpo']
-  policy = types.SimpleNamespace(checkpoints=['1'])
+  policy = types.SimpleNamespace(checkpoints=pathlib.Path('run/checkpoints/grpo'))
   inputs = types.SimpleNamespace(tokenizer=tokenizer_lib.load('bytes'), config=config, sources=dict(policy=policy))
   weights = inference.Weights(inputs, {}, None, 0)
   monkeypatch.setattr(inference, 'load', mock.create_autospec(inference.load, return_value=weights))

@@ -30,7 +30,7 @@ from jaxpost.rollout import sampler_config
 from jaxpost.rollout.buckets import bucket
 from jaxpost.rollout.native import NativeEngine, SamplerConfig
 from jaxpost.stage import model_limits, on_policy
-from jaxpost.tools.inference import Weights, adapters, merged
+from jaxpost.tools.inference import Weights, adapters, merged, where_started
 from jaxpost.tools.working import working
 from jaxpost.types import Prompt, Rollout
 
@@ -91,7 +91,10 @@ def typed_as_chat(weights: Weights) -> bool:
   """
   if not weights.inputs.tokenizer.chat_template:
     return False
-  return not (weights.inputs.sources['policy'].checkpoints and _is_plain(weights.inputs.config.data))
+  if not (checkpoints := weights.inputs.sources['policy'].checkpoints):
+    return True
+  with where_started(checkpoints.parent.parent):
+    return not _is_plain(weights.inputs.config.data)
 
 
 def _is_plain(data: schema.DataSection) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from jaxpost.data import sources
+from jaxpost.data import source_files, sources
 from jaxpost.distributed.mesh import Layout
 from jaxpost.distributed.phases import make_layout
 from jaxpost.errors import InputError, NoCheckpointError
@@ -266,7 +267,7 @@ def evaluate_as(
 
   Args:
     run, model, stage, step, template_kwargs, chat_template: as in `load`.
-    config: a ConfigDict or nested dict; a model folder needs one.
+    config: a ConfigDict or nested dict; a model folder needs one. Without it, relative paths are as in `from_run`.
     mesh: as config.mesh.rollout.
     data, size, samples: replace those of `config.eval`.
   """
@@ -285,13 +286,25 @@ def evaluate_as(
   eval_config = eval_config or weights.inputs.config
   held_out = eval_config.eval
   if data:
-    held_out = dataclasses.replace(held_out, data=dataclasses.replace(held_out.data, path=data))
+    held_out = dataclasses.replace(held_out, data=dataclasses.replace(held_out.data, path=_from_here(data)))
   replaced = {name: value for name, value in dict(size=size, samples=samples).items() if value is not None}
   held_out = dataclasses.replace(held_out, **replaced)
   eval_config = dataclasses.replace(eval_config, eval=held_out)
-  with working('evaluating'):
+  started = where_started(epath.Path(run).expanduser()) if run and not stages else contextlib.nullcontext()
+  with working('evaluating'), started:
     metrics = evaluate(weights, eval_config, mesh)
   return dict(weights=run or model, stage=name, step=weights.step, **metrics)
+
+
+def _from_here(data: str) -> str:
+  """Returns a data source with absolute paths, so that it is the same in another folder."""
+
+  def absolute(part: str) -> str:
+    path = os.path.expanduser(part)
+    is_path = any(map(os.path.exists, (path, path.rpartition(':')[0]))) or ':' not in path and source_files.find(path)
+    return os.path.abspath(path) if is_path and not path.startswith('generated:') else part
+
+  return ' + '.join(map(absolute, sources.split(data)))
 
 
 def evaluate(weights: Weights, config: config_lib.Config, mesh: str = 'data=-1') -> dict[str, Any]:
