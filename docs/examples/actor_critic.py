@@ -53,9 +53,7 @@ def credit(experience, config):
   mask = experience.mask * graded[:, None]
   returns = np.nan_to_num(experience.rewards)[:, None] * mask
   advantages = (returns - experience.arrays['values']) * mask
-  return Credit(
-    {'advantages': advantages, 'returns': returns}, mask, metrics={'advantages/std': float(advantages.std())}
-  )
+  return Credit({'advantages': advantages, 'returns': returns}, mask)
 
 
 def check_first_step(metrics, config):
