@@ -26,7 +26,9 @@ _TIMES = re.compile(r'\b\d[\d.,]*[kM]? ?(?=(?:us|ms|s|min|h|tokens/s|tok/s)\b)')
 _METRICS = re.compile(r' +(?:tok/s|s/step|left) [\d.:,]+[kM]?')
 _RATES = re.compile(r'^.*(?:Tokens per second|Seconds per step).*\n', re.MULTILINE)  # rows of a table
 _COMMIT = re.compile(r' \([0-9a-f]{12}(?:-dirty)?\)')
-_PROGRESS = re.compile(r'(?:compiling \d+/\d+: \S+|evaluating \S+|[\w ]+)(?: \(… s\))?\n')
+_PROGRESS = re.compile(
+  r'(?:compiling \d+/\d+: \S+|(?:evaluating|writing|loading weights of) \S+|[\w ]+)(?: \(… s\))?\n'
+)
 _STEP = re.compile(r'(?P<stage>\S+) (?P<step>\d+)/(?P<steps>\d+)  ')
 
 
