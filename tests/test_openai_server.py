@@ -317,6 +317,12 @@ def test_streamed_parts_join_to_the_unstreamed_reply(server, path):
   assert stream[-1].get('prompt_token_ids') == whole.get('prompt_token_ids')
 
 
+@pytest.mark.parametrize('stream', [False, True])
+def test_token_ids_of_one_prompt_are_not_those_of_others(server, stream):
+  _, text = post(server[0].url, 'completions', prompt=['ab', 'cd'], max_tokens=1, stream=stream)
+  assert 'prompt_token_ids' not in text and ('data: ' in text) == stream
+
+
 def test_stream_with_log_probs_is_one_event(server):
   body = dict(prompt='ab', max_tokens=20, temperature=0, logprobs=2)
   whole = ask(server, 'completions', **body)['choices'][0]
@@ -558,6 +564,18 @@ def test_streamed_calls_of_tools_have_an_index(server, monkeypatch):
   assert [(call['index'], call['function']['name']) for call in delta['tool_calls']] == [(0, 'f'), (1, 'g')]
 
 
+def test_ids_of_tool_calls_are_unique_in_a_conversation(server, monkeypatch):
+  """Clients pair calls and answers by id, and Mistral's chat template refuses ids that are not 9 characters long."""
+  text = '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name": "f", "arguments": {}}</tool_call>'
+  monkeypatch.setattr(openai_format.Translator, 'decode', lambda self, c, skip_special=True: text)
+  tools, messages, ids = [{'type': 'function', 'function': {'name': 'f'}}], list(HELLO), []
+  for _ in range(2):
+    reply = ask(server, 'chat/completions', messages=messages, max_tokens=1, tools=tools)['choices'][0]['message']
+    ids += [call['id'] for call in reply['tool_calls']]
+    messages += [reply, *({'role': 'tool', 'tool_call_id': i, 'content': ''} for i in ids[-2:])]
+  assert len(set(ids)) == 4 and all(len(i) == 9 and i.isalnum() for i in ids)
+
+
 def test_streaming_does_not_change_the_message_of_the_session():
   message = {'role': 'assistant', 'content': None, 'tool_calls': [{'id': 'call_0'}]}
   response = dict(choices=[dict(index=0, message=message)], prompt_token_ids=[])
@@ -652,6 +670,8 @@ def test_json_answer_is_not_parsed_as_tool_call(server, monkeypatch):
       400,
       'max_token: there is no such parameter; did you mean max_tokens',
     ),
+    ('chat/completions', dict(messages=HELLO, top_logprobs=2), 400, 'top_logprobs: chats take it with logprobs=true'),
+    ('completions', dict(prompt='a', top_logprobs=2), 400, 'top_logprobs: chats take it with logprobs=true'),
     ('chat/completions', dict(messages=HELLO, functions=[]), 400, 'functions: there is no such parameter'),
     ('chat/completions', dict(messages=HELLO, parallel_tool_calls=False), 400, 'parallel_tool_calls: is not supported'),
     ('completions', dict(prompt='a', stop=['b'] * 65), 400, 'stop: at most 64'),

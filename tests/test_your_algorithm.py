@@ -105,6 +105,19 @@ def test_a_credit_of_whole_completions_trains(nano, tmp_path, result):
     assert figures['min'] < figures['mean'] < figures['max'] and figures['std'] > 0
 
 
+@pytest.mark.parametrize('loss, shape', [('sum()', r'\(\)'), ('mean(1)', r'\(\d+,\)')])
+def test_a_loss_that_is_no_value_per_token_is_refused(model, tmp_path, loss, shape):
+  """A sum over tokens was multiplied by the weight of each token, so each counted for all."""
+  file = tmp_path / 'mine.py'
+  file.write_text(
+    OWN.replace('RESULT', 'jaxpost.Credit({"advantages": mask}, mask)').replace(
+      "arrays['advantages'] * outputs.logprobs", f'outputs.logprobs.{loss}'
+    )
+  )
+  with pytest.raises(InputError, match=rf'the loss of an objective has the shape {shape}, must have \(\d+, \d+\)'):
+    run(tiny.grpo_config(model, algorithm=str(file), train=dict(steps=1)), tmp_path / 'run')
+
+
 def test_metrics_of_advantages_leave_out_what_is_not_trained():
   mask = np.array([[1, 1, 0], [1, 0, 0]], np.float32)
   for advantages in (np.array([[2.0, 0, 9], [-1, 9, 9]]), np.array([[2.0], [-1]])):

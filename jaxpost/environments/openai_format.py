@@ -128,11 +128,12 @@ class Translator:
     calls = turns.parse(marked, tools) if tools else None
     reason = _finish_reason(completion)
     if calls:
+      first = sum(len(m.get('tool_calls') or ()) for m in body.get('messages', ()))  # ids are unique in a conversation
       reason = 'tool_calls'
       message['content'] = self._without_special(turns.before_calls(marked)) or None
       message['tool_calls'] = [
-        dict(id=f'call_{i}', type='function', function=dict(name=c['name'], arguments=json.dumps(c['arguments'])))
-        for i, c in enumerate(calls)
+        dict(id=f'call{i:05}', type='function', function=dict(name=c['name'], arguments=json.dumps(c['arguments'])))
+        for i, c in enumerate(calls, first)
       ]
     return dict(
       index=index,
@@ -259,6 +260,8 @@ def check_supported(body: dict, is_chat: bool, scorer: Any) -> None:
   for name, kind in (('stream', bool), ('echo', bool), ('stream_options', dict)):
     if not isinstance(body.get(name), (kind, type(None))):
       raise InputError(f'{name}: {messages_lib.shown(body[name])} is not {_KINDS[kind]}')
+  has_top = is_chat and body.get('logprobs')
+  refuse(body.get('top_logprobs') and not has_top, 'top_logprobs: chats take it with logprobs=true; completions do not')
   if body.get('echo'):
     refuse(is_chat, 'echo: chats have none; /v1/completions has')
     count = body.get('logprobs')

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpost.distributed.mesh import Layout, TiedWeight
+from jaxpost.errors import refuse
 from jaxpost.matmul import Compute, einsum
 from jaxpost.types import MASKED_LOGIT, Divergence, Outputs, TokenLoss
 
@@ -123,24 +124,21 @@ def chunk_loss(
   softmax = _softmax(masked_logits(config, hidden, head, temperature), labels, config.vocab_size, arrays.get('allowed'))
   fields = _unmasked_outputs(config, softmax)
   divergence_vjp = None
-  if config.divergence:
-    teacher_logits = _teacher_logits(config, teachers, head.shape[0], temperature)
-
-    def divergence(logits):
-      return config.divergence(logits, teacher_logits, arrays)
-
-    fields['divergence'], divergence_vjp = jax.vjp(divergence, softmax.logits)
+  if divergence := config.divergence:
+    targets = _teacher_logits(config, teachers, head.shape[0], temperature)
+    fields['divergence'], divergence_vjp = jax.vjp(lambda x: divergence(x, targets, arrays), softmax.logits)
   outputs = Outputs(**{k: jnp.where(weights != 0, v, 0) for k, v in fields.items()})
-  if config.loss_fn is None:
+  if (loss_fn := config.loss_fn) is None:
     return HeadResult(jnp.zeros(()), {}, outputs)
 
-  def weighted_sums(outputs):
-    loss, metrics = config.loss_fn(outputs, arrays)
+  def weighted_sums(outputs: Outputs) -> tuple[jax.Array, dict]:
+    loss, metrics = loss_fn(outputs, arrays)
+    expected = f'must have {weights.shape}: a value per token, which is not summed yet'
+    refuse(jnp.shape(loss) != weights.shape, f'the loss of an objective has the shape {jnp.shape(loss)}, {expected}')
     return jnp.sum(weights * loss), {k: jnp.sum(weights * v) for k, v in metrics.items()}
 
   if not gradients:
-    loss, metrics = weighted_sums(outputs)
-    return HeadResult(loss, metrics, outputs)
+    return HeadResult(*weighted_sums(outputs), outputs)
   (loss, metrics), slopes = jax.value_and_grad(weighted_sums, has_aux=True)(outputs)
   d_logits = _logits_gradient(config, softmax, fields, slopes)
   if divergence_vjp:
