@@ -43,9 +43,12 @@ def main(argv):
       table.add_row(*named, *('' if value is None else report.number(value) for value in values))
     console.print(table)
     for p in comparison.paired[-_STEPS.value :]:
+      interval = (
+        f'95 %: {report.number(p.low)} to {report.number(p.high)}' if p.prompts > 1 else 'one prompt has no interval'
+      )
       console.out(
         f'reward, {p.stage} {p.split} step {p.step}: {report.number(p.first)} and {report.number(p.second)}, '
-        f'difference {report.number(p.difference)} (95 %: {report.number(p.low)} to {report.number(p.high)}; '
+        f'difference {report.number(p.difference)} ({interval}; '
         f'{p.prompts} shared prompts, {p.samples} pairs)'
       )
     if comparison.sampled and not comparison.paired:

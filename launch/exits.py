@@ -202,7 +202,7 @@ def _unknown_flag(error: flags.UnrecognizedFlagError) -> str:
     return f'--{error.flagname}: is a flag of launch.train; write all of these after --, as in -- --config=FILE'
   nearest = [f'--{name}{dot}{field}' for name in difflib.get_close_matches(head, flags.FLAGS, 1)]
   if 'config' in flags.FLAGS:  # a name of TRL, verl or transformers, such as --learning_rate
-    fields = field_names.SYNONYMS.get(error.flagname, ())
+    fields = [f for f in field_names.SYNONYMS.get(error.flagname, ()) if f[:2] != '--' or f[2:] in flags.FLAGS]
     nearest = [name if name.startswith('--') else f'--config.{name}' for name in fields] or nearest
   hint = f'; did you mean {" or ".join(nearest)}?' if nearest else '; --help lists the flags'
   return f'--{error.flagname}: there is no such flag{hint}'

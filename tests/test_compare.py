@@ -117,8 +117,14 @@ def test_paired_difference_is_of_prompts_with_a_t_interval(runs):
   assert (first.low, first.high) == pytest.approx((1 / 3 - half_width, 1 / 3 + half_width))
 
 
-def test_one_prompt_has_no_interval():
+def test_one_prompt_has_no_interval(runs, tmp_path):
   assert math.isnan(compare_runs.half_width([1.0]))
+  rows = [row(1, p, s, reward=None if p else 1.0) for p in range(3) for s in range(4)]
+  write(runs[1], 1, rows)
+  command = [sys.executable, '-m', 'launch.compare', *map(str, runs), f'--out={tmp_path}/c.html']
+  out = subprocess.run(command, cwd=CLONE, text=True, capture_output=True, timeout=100).stdout
+  assert '(one prompt has no interval; 1 shared prompts, 4 pairs)' in out and 'not finite' not in out
+  assert 'not finite' not in (tmp_path / 'c.html').read_text()
 
 
 def test_steps_with_different_prompts_are_not_paired(runs):

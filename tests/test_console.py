@@ -312,6 +312,21 @@ def test_inspect_shows_a_reward_model_among_the_rewards(tmp_path):
   ]
 
 
+def test_inspect_shows_the_reward_of_an_environment(tmp_path):
+  (tmp_path / 'own.py').write_text(
+    'class Own:\n  def reset(self, **row):\n    pass\n\n  def look(self) -> str:\n    """Looks."""\n    return "x"\n\n'
+    '  def get_reward(self):\n    return 1.0\n'
+  )
+  over = dict(environment=f'{tmp_path}/own.py:Own', reward='gsm8k', rl=dict(correct_by='environment'))
+  (stage,) = prepare.prepare_all(tiny.grpo_config(tiny.folder(tmp_path / 'model'), **over))
+  with contextlib.closing(stage):
+    lines = [line for line in preview_stage.show_stage(stage, 1) if isinstance(line, str)]
+  assert [line for line in lines if line.startswith('reward: ')] == [
+    'reward: gsm8k (jaxpost.rewards.math:gsm8k), weight 1',
+    f'reward: environment ({tmp_path}/own.py:Own), weight 1, decides what is correct',
+  ]
+
+
 def test_run_warns_how_many_documents_are_left_out(tmp_path):
   lengths = (3, *[80] * 5)
   advice = 'raise config.train.row_length'
@@ -513,7 +528,7 @@ def test_start_lines_name_version_seed_devices_steps_and_rows(tmp_path):
     object_store.add_line(tmp_path / start.FILE, json.dumps(facts))
   assert [row['seed'] for row in metrics.read_growing(tmp_path / start.FILE)] == [3, 3]
   many_epochs = facts | {'stages': {'dpo': facts['stages']['sft'] | {'epochs': 6400.0}}}
-  assert start.lines(many_epochs)[1].endswith(', 6400 epochs (config.train.epochs sets it)')
+  assert start.lines(many_epochs)[1].endswith(', 6400 epochs (config.train.epochs=N makes it N)')
   few_rows = facts | {'stages': {'sft': facts['stages']['sft'] | dict(steps=1, rows=3, epochs=8.0)}}
   few_rows_line = (
     'sft: 1 step of 2 rows, 3 rows (less than a batch, which repeats them), about 50k tokens an epoch, 8 epochs'

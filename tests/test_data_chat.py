@@ -208,6 +208,18 @@ def test_tool_arguments_are_json_for_template_that_concatenates_them():
     assert render(tokenizer, row) == f'user:Q1{END}assistant:[[f{{"a": "é"}}{END}]]'
 
 
+def test_function_call_of_a_message_is_a_tool_call(qwen, plain):
+  """The older form of OpenAI, one call without a list: templates do not read it, so the call was dropped."""
+  call = {'name': 'f', 'arguments': '{"a": 1}'}
+  older, newer = (
+    {'role': 'assistant', 'content': None} | fields
+    for fields in ({'function_call': call}, {'tool_calls': [call], 'function_call': None})
+  )
+  assert render(qwen, {'messages': [USER, older]}) == render(qwen, {'messages': [USER, newer]})
+  with pytest.raises(InputError, match="leaves out its call of 'f'"):
+    render(plain, {'messages': [USER, older]})
+
+
 def test_tool_call_that_template_leaves_out_is_refused(plain):
   row = {'messages': [USER, CALL, RESULT, ANSWER_2]}
   for train_on in 'assistant', 'all':

@@ -337,6 +337,7 @@ def test_adapter_without_a_named_base_is_not_written(caplog):
   """`peft` could not load the base by name if its weights were drawn at random."""
   model = model_lib.build(tiny.config(lora=(2, 4.0, False, 'q')))
   assert peft.writer(model, {}, '') is None and 'its base model has no name' in caplog.text
+  assert 'set model.path, not init_from' in caplog.text
 
 
 def test_sampled_weights_are_not_rounded_to_the_type_of_the_base():

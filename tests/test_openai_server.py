@@ -317,12 +317,6 @@ def test_streamed_parts_join_to_the_unstreamed_reply(server, path):
   assert stream[-1].get('prompt_token_ids') == whole.get('prompt_token_ids')
 
 
-@pytest.mark.parametrize('stream', [False, True])
-def test_token_ids_of_one_prompt_are_not_those_of_others(server, stream):
-  _, text = post(server[0].url, 'completions', prompt=['ab', 'cd'], max_tokens=1, stream=stream)
-  assert 'prompt_token_ids' not in text and ('data: ' in text) == stream
-
-
 def test_stream_with_log_probs_is_one_event(server):
   body = dict(prompt='ab', max_tokens=20, temperature=0, logprobs=2)
   whole = ask(server, 'completions', **body)['choices'][0]

@@ -203,6 +203,26 @@ def test_unknown_field_is_refused_with_the_field_that_was_meant(path):
     read('quickstart', f'--config.{path}=1')
 
 
+@pytest.mark.parametrize('name', ['workdir', 'output_dir'])
+def test_a_flag_of_another_command_is_not_suggested(name):
+  code, _, err = command('inspect', '--config=configs/quickstart.py', f'--{name}=runs/x')
+  assert code == 2 and err == f'jaxpost: --{name}: there is no such flag; --help lists the flags\n'
+
+
+@pytest.mark.parametrize(
+  'name, field',
+  [
+    ('eval.path', 'eval.data.path'),
+    ('data.val_path', 'eval.data.path'),
+    ('data.train_path', 'data.path'),
+    ('model.name_or_path', 'model.path'),
+    ('fsdp', 'mesh.train'),
+  ],
+)
+def test_a_path_is_suggested_by_what_it_is_of(name, field):
+  assert str(field_names.unknown_key('config', name)).endswith(f'did you mean config.{field}?')
+
+
 def test_unknown_field_in_a_file_gets_the_same_hint():
   with pytest.raises(InputError, match='config.sft.optim.learning_rate: .*config.sft.optim.lr?'):
     config_lib.parse(dict(stages=('sft',), sft=dict(optim=dict(learning_rate=1.0))))
@@ -349,6 +369,7 @@ LINES = {
     ('--config=configs/quickstart.py', '--learning_rate=1e-3'),
     '--learning_rate: there is no such flag; did you mean --config.optim.lr.',
   ),
+  'of another command': (('--config=configs/quickstart.py', '--rows=1'), '--rows: there is no such flag; --help .*'),
   'argument': (('--config=configs/quickstart.py:shrot',), "--config: no argument 'shrot'; did you mean 'short'."),
 }
 

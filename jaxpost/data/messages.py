@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpost.errors import InputError, type_of
+from jaxpost.errors import InputError, refuse, type_of
 
 Row = Mapping[str, Any]
 Message = dict[str, Any]  # {'role', 'content', ...}
@@ -74,12 +74,10 @@ def check_messages(messages: Any, where: str) -> list[Message]:
   """Returns normalized messages; InputError if they are not a valid chat.
 
   Contents become text (null contents of messages with tool calls become ''), JSON arguments of calls become objects,
-  null fields are left out and `loss_weight` becomes `weight`.
+  null fields are left out, `loss_weight` becomes `weight`, and a `function_call` a list of `tool_calls`.
   """
-  if not isinstance(messages, (list, tuple)):
-    raise InputError(f'{where}: is {type_of(messages)}, must be a list of messages')
-  if not messages:
-    raise InputError(f'{where}: is an empty list')
+  refuse(not isinstance(messages, (list, tuple)), f'{where}: is {type_of(messages)}, must be a list of messages')
+  refuse(not messages, f'{where}: is an empty list')
   checked = []
   for n, message in enumerate(messages):
     at = f'{where}[{n}]'
@@ -89,12 +87,14 @@ def check_messages(messages: Any, where: str) -> list[Message]:
     if role not in ROLES:
       raise InputError(f'{at}.role: {shown(role)} is none of {", ".join(ROLES)}')
     content = message.get('content')
-    if content is None and message.get('tool_calls'):
+    # Columnar files have nulls for the keys that a message lacks.
+    kept = {k: v for k, v in message.items() if v is not None}
+    if 'function_call' in kept:  # the older form of OpenAI, which templates do not read
+      kept.setdefault('tool_calls', [kept.pop('function_call')])
+    if content is None and kept.get('tool_calls'):
       content = ''
     if isinstance(content, list):
       content = _join_parts(content, f'{at}.content')
-    # Columnar files have nulls for the keys that a message lacks.
-    kept = {k: v for k, v in message.items() if v is not None}
     kept['content'] = check_text(content, f'{at}.content')
     if 'loss_weight' in kept:
       kept['weight'] = kept.pop('loss_weight')

@@ -220,7 +220,7 @@ def writer(model: Model, params: dict, base: str) -> Callable | None:
   """
   # The merged folder is complete without an adapter folder, so a reason not to write one is only a warning.
   if not base:
-    logging.warning('no adapter/ is written: its base model has no name, or more than the adapter was trained')
+    logging.warning('no adapter/ is written: its base model has no name (set model.path, not init_from) or is trained')
     return None
   try:
     places = peft_layout.layout(model)

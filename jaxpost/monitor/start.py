@@ -106,6 +106,6 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
       text += f', about {short_number(stage["tokens_per_epoch"])} tokens an epoch'
     if stage['epochs']:
       text += f', {short_number(stage["epochs"])} epochs'
-      text += ' (config.train.epochs sets it)' if stage['epochs'] > 100 else ''
+      text += ' (config.train.epochs=N makes it N)' if stage['epochs'] > 100 else ''
     out += [text] + [f'{name}: {note}' for note in stage.get('notes', ())]
   return out

@@ -59,7 +59,8 @@ def show_stage(stage: PreparedStage, rows: int) -> list:
   on_policy = inputs.algorithm.on_policy
   out += _show_prompts(inputs, data_rows, rows, tools) if on_policy else _show_rows(inputs, data, rows)
   if checks.samples(config, inputs.algorithm):
-    out += _show_rewards(inputs)
+    environment = stage.workers.environment  # of several, each may have rewards
+    out += _show_rewards(inputs, bool(environment) and getattr(environment, 'gives_reward', True))
   return out
 
 
@@ -104,20 +105,23 @@ def _show_prompts(inputs: Inputs, data: Rows, count: int, tools: list[dict] | No
   ]
 
 
-def _show_rewards(inputs: Inputs) -> list:
+def _show_rewards(inputs: Inputs, from_environment: bool) -> list:
   config = inputs.config
   correct_by = sampling_inputs.correct_by(config, reward_models.grades(config, inputs.algorithm))
   names = iter(sampling_inputs.reward_names(config))
   specs = config.rewards_tuple()
-  out = []
+  rewards = []  # (name, where it is from, weight)
   for spec, weight in zip(specs, config.reward_weights or [1.0] * len(specs)):
     if spec == REWARD_MODEL:
-      name, place = spec, config.reward_model.path
+      rewards.append((spec, config.reward_model.path, weight))
     else:
-      name, place = next(names), builtin.locate(spec) if isinstance(spec, str) else 'in this process'
-    decides = ', decides what is correct' if name == correct_by else ''
-    out.append(f'reward: {name} ({place}), weight {weight:g}{decides}')
-  return out
+      rewards.append((next(names), builtin.locate(spec) if isinstance(spec, str) else 'in this process', weight))
+  if from_environment:
+    rewards.append(('environment', config.environment, 1.0))
+  return [
+    f'reward: {name} ({place}), weight {weight:g}{", decides what is correct" if name == correct_by else ""}'
+    for name, place, weight in rewards
+  ]
 
 
 def _heading(place: str, tokens: np.ndarray) -> rich_text.Text:
