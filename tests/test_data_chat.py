@@ -208,6 +208,17 @@ def test_tool_arguments_are_json_for_template_that_concatenates_them():
     assert render(tokenizer, row) == f'user:Q1{END}assistant:[[f{{"a": "é"}}{END}]]'
 
 
+def test_a_token_across_the_start_of_an_answer_is_refused():
+  """SentencePiece joins a space and the word after it, here of the generation prompt 'a: '."""
+  tokenizer = types.SimpleNamespace(adds_space=True, offsets=lambda text: ([1, 2], [(0, 2), (2, 5)]))
+  with pytest.raises(InputError) as caught:
+    chat._encode_text(tokenizer, 'a: It', [((3, 5), 1)], 'a.jsonl:1')
+  assert str(caught.value) == (
+    "a.jsonl:1: the tokenizer joins ' It' across the start of an assistant turn (token 1); use a template that "
+    'ends its generation prompt in a newline or special token'
+  )
+
+
 def test_function_call_of_a_message_is_a_tool_call(qwen, plain):
   """The older form of OpenAI, one call without a list: templates do not read it, so the call was dropped."""
   call = {'name': 'f', 'arguments': '{"a": 1}'}

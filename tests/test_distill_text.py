@@ -298,7 +298,7 @@ def test_tokenizer_of_initial_weights_is_not_replaced_by_bytes(tmp_path):
   config = tiny.merged(tiny.run_config(''), dict(model=dict(path='', preset='tiny', tokenizer=''), init_from=path))
   prepare.prepare_all(config)[0].close()
   save_tokenizer(tmp_path / 'model')
-  with pytest.raises(InputError, match='config.model.tokenizer: is empty, and .* has a tokenizer of its own'):
+  with pytest.raises(InputError, match='config.model.tokenizer: is empty, and .* has its own; set it to /'):
     prepare.prepare_all(config)
   prepare.prepare_all(tiny.merged(config, dict(model=dict(tokenizer=path))))[0].close()
 
@@ -328,7 +328,7 @@ def test_a_stage_with_another_tokenizer_than_the_stage_before_it_is_warned_of_or
   save_tokenizer(tmp_path / 'model')
   blocks = dict(stages=('first', 'second'), first=dict(model=dict(path=path)), second={})
   config = tiny.merged(tiny.run_config(''), dict(model=dict(path='', preset='tiny', tokenizer=''), **blocks))
-  with pytest.raises(InputError, match='config.model.tokenizer: is empty, and first has a tokenizer of its own'):
+  with pytest.raises(InputError, match='config.model.tokenizer: is empty, and first has its own; set it to /'):
     prepare.prepare_all(config)
   with caplog.at_level(logging.WARNING):
     for name in path, 'bytes':

@@ -208,10 +208,13 @@ def test_run_or_adapter_as_model_path_brings_its_tokenizer(tmp_path, monkeypatch
     assert weight_sources.saved_tokenizer_path(tmp_path / 'run', schema.ModelSection(**section)) == path
   of_run = records.Source(config_, checkpoints=tmp_path / 'run' / 'checkpoints' / 'sft')
   monkeypatch.setattr('jaxpost.stage.weight_sources.own_tokenizer', lambda source: ('other', '', {}))
-  loaded = {'bytes': tokenizer_lib.load('bytes'), 'other': types.SimpleNamespace(encode=lambda text: [1])}
+  loaded = {
+    'bytes': tokenizer_lib.load('bytes'),
+    'other': types.SimpleNamespace(encode=lambda text: [1], source='other'),
+  }
   monkeypatch.setattr(tokenizer_lib, 'load', lambda path, *options: loaded[path])
   (config,) = config_lib.parse(tiny.run_config('run')).values()
-  with pytest.raises(InputError, match='config.model.tokenizer: is empty, and run has a tokenizer of its own'):
+  with pytest.raises(InputError, match='config.model.tokenizer: is empty, and run has its own; set it to other'):
     prepare.load_tokenizer(dataclasses.replace(config, model=schema.ModelSection(path='run')), of_run, of_run)
 
 

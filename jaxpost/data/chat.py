@@ -270,8 +270,8 @@ def _encode_text(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[Span, fl
   ids, offsets = tokenizer.offsets(text)
   for n, (a, b) in enumerate(offsets):
     if any(a < start < b for (start, _), _ in spans):
-      problem = f'the tokenizer joins {text[a:b]!r} across the start of an assistant turn (token {n})'
-      raise InputError(f'{where}: {problem}; use a chat template that suits it')
+      problem = f'{where}: the tokenizer joins {text[a:b]!r} across the start of an assistant turn (token {n})'
+      raise InputError(f'{problem}; use a template that ends its generation prompt in a newline or special token')
   return _example(ids, [*itertools.starmap(weight, offsets)])
 
 

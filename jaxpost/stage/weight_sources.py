@@ -210,7 +210,7 @@ def check_tokenizer(config: Config, policy: Source, tokenizer: Tokenizer, path: 
     if not any(here[1:]):  # a template and variables that are set are meant
       warn_of_other_chats(weights, own, tokenizer)
     return
-  refuse(not path, f'config.model.tokenizer: is empty, and {weights} has a tokenizer of its own; name it')
+  refuse(not path, f'config.model.tokenizer: is empty, and {weights} has its own; set it to {own.source}')
   logging.warning(
     'config.model.tokenizer: %s encodes text differently than %s, the tokenizer of the weights, which read wrong '
     'tokens at first; name their own, unless the vocabulary is to be replaced',
