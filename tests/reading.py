@@ -49,8 +49,7 @@ OPTIONS = {
   'jaxpost.models.attention_triton': 'model.attention',
   'jaxpost.models.decode_triton': 'model.attention',
   'jaxpost.models.grouped_triton': 'model.path',
-  'jaxpost.hardware.grouped_check': 'model.path',
-  'jaxpost.hardware.recurrence_check': 'model.path',
+  'jaxpost.hardware.layer_check': 'model.path',
   'jaxpost.data.shared_rows': 'mesh.train',  # of several processes
   'jaxpost.distributed.channel': 'mesh.train',  # of several processes
   'jaxpost.distributed.cluster': 'mesh.train',  # of several processes

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpost.hardware import chips, grouped_check, kernel_check, memory, probe, recurrence_check
+from jaxpost.hardware import chips, kernel_check, layer_check, memory, probe
 from jaxpost.matmul import compute_for
 from jaxpost.models import attention_kernels, presets
 from jaxpost.stage import on_policy
@@ -73,8 +73,8 @@ def test_experts_agree_with_products_in_float32(accelerator, preset):
   if not compute.grouped_kernel:
     pytest.skip(f'XLA computes experts on {accelerator.platform} in {compute.dtype}')
   adapters = (16, 32.0, False, 'experts/gate|experts/up|experts/down')
-  for matrix in grouped_check.matrices(dataclasses.replace(presets.every()[preset], lora=adapters)):
-    assert not grouped_check.trusted(grouped_check.GROUPED, matrix, compute.dtype), matrix
+  for matrix in layer_check.matrices(dataclasses.replace(presets.every()[preset], lora=adapters)):
+    assert not layer_check.trusted(layer_check.EXPERTS, matrix, compute.dtype), matrix
 
 
 @pytest.mark.parametrize('preset', [name for name in LARGE_PRESETS if presets.every()[name].state_shapes])
@@ -84,8 +84,8 @@ def test_recurrences_agree_with_chunks_in_float32(accelerator, preset):
   )
   if not compute.recurrence_kernel:
     pytest.skip(f'XLA computes recurrences on {accelerator.platform} in {compute.dtype}')
-  for heads in recurrence_check.heads(compute.recurrence_kernel, presets.every()[preset]):
-    assert not recurrence_check.trusted(recurrence_check.RECURRENCE, heads, compute.dtype), heads
+  for heads in layer_check.heads(compute.recurrence_kernel, presets.every()[preset]):
+    assert not layer_check.trusted(layer_check.RECURRENCE, heads, compute.dtype), heads
 
 
 @pytest.mark.parametrize('preset', ['xs', 'tiny_moe'])

@@ -167,8 +167,7 @@ def test_kernels_are_checked_for_each_size_of_heads_and_for_branches(monkeypatch
   compute, checked = compute_for('gpu', 'bfloat16', 'none'), []
   monkeypatch.setattr(chip, 'compute_for', lambda *_, **__: compute)
   monkeypatch.setattr(chip.kernel_check, 'trusted', lambda *case: checked.append(case) or 'seen')
-  monkeypatch.setattr(chip.grouped_check, 'trusted', lambda *case: 'seen')
-  monkeypatch.setattr(chip.recurrence_check, 'trusted', lambda *case: 'seen')
+  monkeypatch.setattr(chip.layer_check, 'trusted', lambda *case: 'seen')
   row = chip.kernels(1024)
   assert set(row['errors'].values()) == {'seen'} and not row['not_checked']
   expected = {'tiny_gemma4 heads of 32', 'tiny_gemma4 heads of 48', 'gemma4_e2b heads of 256 branches'}

@@ -30,7 +30,7 @@ from jaxpost import models
 from jaxpost.distributed import coordination
 from jaxpost.distributed.mesh import AXES, Layout, row_shards
 from jaxpost.errors import InputError
-from jaxpost.hardware import grouped_check, kernel_check, probe
+from jaxpost.hardware import kernel_check, layer_check, probe
 from jaxpost.matmul import Compute, compute_for
 from jaxpost.models import (
   attention_kernels,
@@ -774,16 +774,16 @@ def test_kernels_that_jax_cannot_import_are_not_used(monkeypatch, verify_splash,
   for name in missing:
     monkeypatch.delattr(models, name, raising=False)
     monkeypatch.setitem(sys.modules, f'jaxpost.models.{name}', None)
-  grouped_check.trusted.cache_clear()
+  layer_check.trusted.cache_clear()
   compute = compute_for('gpu', 'bfloat16', 'none')
   cfg = tiny.config(num_heads=4, num_kv_heads=2, head_dim=64, family='qwen3_moe', experts=Experts(4, 2, 16))
   settled = kernel_check.verify(compute, [kernel_check.KernelUse(cfg, 256)], [cfg])
   assert [x.length for x in settled.rejected_shapes] == [256] and not settled.decode_kernel
-  assert not grouped_check.verify(settled, [cfg]).grouped_kernel
+  assert not layer_check.verify(settled, [cfg]).grouped_kernel
   assert not attention_kernels.compute_of_decoding(settled, cfg, SamplerConfig(4, 16, 16, (1,))).decode_kernel
   for name, record in zip(missing, caplog.records, strict=True):
     assert f'ModuleNotFoundError: import of jaxpost.models.{name}' in record.message
-  grouped_check.trusted.cache_clear()
+  layer_check.trusted.cache_clear()
 
 
 def test_choices_report_what_xla_computes(tmp_path):

@@ -19,7 +19,7 @@ import pytest
 import tiny
 
 from jaxpost.distributed import coordination
-from jaxpost.hardware import grouped_check, kernel_check, probe
+from jaxpost.hardware import kernel_check, layer_check, probe
 from jaxpost.matmul import Compute, compute_for
 from jaxpost.models import expert_mlp, grouped, grouped_triton, moe
 from jaxpost.models import model as model_lib
@@ -215,11 +215,11 @@ def test_matrices_of_tpus_match_one_product_per_group(interpreted_on_tpus, case,
 
 
 def test_the_kernel_for_tpus_is_checked(monkeypatch, interpreted_on_tpus):
-  matrix, kernel = grouped_check.Matrix(40, 24), interpreted_on_tpus.tgmm
-  monkeypatch.setattr(grouped_check, '_ROWS', (60,))
-  assert not grouped_check.trusted.__wrapped__(grouped_check.GROUPED, matrix, 'bfloat16')
+  matrix, kernel = layer_check.Matrix(40, 24), interpreted_on_tpus.tgmm
+  monkeypatch.setattr(layer_check, '_ROWS', (60,))
+  assert not layer_check.trusted.__wrapped__(layer_check.EXPERTS, matrix, 'bfloat16')
   monkeypatch.setattr(interpreted_on_tpus, 'tgmm', lambda *args: kernel(*args) * 2)
-  assert 'off by' in grouped_check.trusted.__wrapped__(grouped_check.GROUPED, matrix, 'bfloat16')
+  assert 'off by' in layer_check.trusted.__wrapped__(layer_check.EXPERTS, matrix, 'bfloat16')
 
 
 def test_kernel_is_on_for_accelerators_in_16_bits_only():
@@ -236,20 +236,20 @@ def test_kernel_is_on_for_accelerators_in_16_bits_only():
 @pytest.mark.parametrize('out', ['bfloat16', 'float32'])
 @pytest.mark.parametrize('name', ['rows_by_groups', 'groups_of_rows'])
 def test_each_type_of_a_result_is_checked(monkeypatch, interpreted, name, out):
-  monkeypatch.setattr(grouped_check, '_ROWS', (6,))
+  monkeypatch.setattr(layer_check, '_ROWS', (6,))
   kernel = getattr(grouped_triton, name)
 
   def wrong(*args, **options):
     return kernel(*args, **options) * (3 if options['out'] == out else 1)
 
-  assert not grouped_check.trusted.__wrapped__(grouped_check.GROUPED, grouped_check.Matrix(24, 16), 'bfloat16')
+  assert not layer_check.trusted.__wrapped__(layer_check.EXPERTS, layer_check.Matrix(24, 16), 'bfloat16')
   monkeypatch.setattr(grouped_triton, name, wrong)
-  assert 'off by' in grouped_check.trusted.__wrapped__(grouped_check.GROUPED, grouped_check.Matrix(24, 16), 'bfloat16')
+  assert 'off by' in layer_check.trusted.__wrapped__(layer_check.EXPERTS, layer_check.Matrix(24, 16), 'bfloat16')
 
 
 def test_a_wrong_kernel_is_not_used(monkeypatch, interpreted, caplog, tmp_path):
   monkeypatch.setenv('HOME', str(tmp_path))
-  monkeypatch.setattr(grouped_check, '_ROWS', (6, 20))
+  monkeypatch.setattr(layer_check, '_ROWS', (6, 20))
   cfg = tiny.config(family='qwen3_moe', experts=Experts(8, 3, 24))
   compute, kernel = compute_for('gpu', 'bfloat16', 'none'), grouped_triton.rows_by_groups
   calls = []
@@ -266,9 +266,9 @@ def test_a_wrong_kernel_is_not_used(monkeypatch, interpreted, caplog, tmp_path):
 
   for replacement, reason in (beyond, 'in out'), (unsupported, 'NotImplementedError: cannot lower'), (counted, ''):
     monkeypatch.setattr(grouped_triton, 'rows_by_groups', replacement)
-    grouped_check.trusted.cache_clear()
+    layer_check.trusted.cache_clear()
     caplog.clear()
-    assert grouped_check.verify(compute, [cfg]) == dataclasses.replace(compute, grouped_kernel=not reason)
+    assert layer_check.verify(compute, [cfg]) == dataclasses.replace(compute, grouped_kernel=not reason)
     assert reason in caplog.text and caplog.text.count('XLA computes all of them') == bool(reason)
   remembered = json.loads(probe.cache_file('attention.json').read_text())
   assert sorted(k.split()[:4] for k in remembered) == [
@@ -277,14 +277,14 @@ def test_a_wrong_kernel_is_not_used(monkeypatch, interpreted, caplog, tmp_path):
   ]
   # A remembered result is not checked again, and models without experts are not checked.
   calls.clear()
-  grouped_check.trusted.cache_clear()
-  assert grouped_check.verify(compute, [cfg]) == grouped_check.verify(compute, [tiny.config()]) == compute
+  layer_check.trusted.cache_clear()
+  assert layer_check.verify(compute, [cfg]) == layer_check.verify(compute, [tiny.config()]) == compute
   assert not calls
   # If the check fails on one process, no process uses the kernel.
   monkeypatch.setattr(
     coordination, 'all_gather', lambda own_results: [own_results, ['off by 2.0e+00 in out'] * len(own_results)]
   )
-  assert not grouped_check.verify(compute, [cfg]).grouped_kernel
+  assert not layer_check.verify(compute, [cfg]).grouped_kernel
 
 
 def test_choices_of_a_run_name_the_kernel_of_its_experts(tmp_path):
@@ -309,8 +309,8 @@ def test_choices_of_a_run_name_the_kernel_of_its_experts(tmp_path):
 
 
 def test_the_errors_of_a_right_kernel_are_small(monkeypatch, interpreted):
-  monkeypatch.setattr(grouped_check, '_ROWS', (6, 60))
-  errors = grouped_check.errors(grouped_check.Matrix(40, 24), 'bfloat16')
+  monkeypatch.setattr(layer_check, '_ROWS', (6, 60))
+  errors = layer_check.errors(layer_check.EXPERTS, layer_check.Matrix(40, 24), 'bfloat16')
   assert errors.keys() == {'out', 'x', 'w'} and max(errors.values()) < 0.005
   assert kernel_check.judge(lambda: errors) == ''
 
@@ -318,16 +318,16 @@ def test_the_errors_of_a_right_kernel_are_small(monkeypatch, interpreted):
 def test_check_covers_all_matrices_of_experts_and_adapters():
   """The inputs of experts may be latents; `tensor` splits the size of an expert if it divides that size."""
   cfg = tiny.config(family='qwen3_moe', experts=Experts(8, 3, 24))
-  assert grouped_check.matrices(cfg) == grouped_check.matrices(cfg, 5) == {(32, 24), (24, 32)}
-  assert grouped_check.matrices(cfg, 2) == {(32, 12), (12, 32)}
+  assert layer_check.matrices(cfg) == layer_check.matrices(cfg, 5) == {(32, 24), (24, 32)}
+  assert layer_check.matrices(cfg, 2) == {(32, 12), (12, 32)}
   adapted = dataclasses.replace(cfg, lora=(8, 16.0, False, 'experts/gate|experts/down'))
-  assert grouped_check.matrices(adapted) == {(32, 24), (24, 32), (32, 8), (8, 32), (8, 24), (24, 8)}
-  assert grouped_check.matrices(adapted, 2) == {(32, 12), (12, 32), (32, 8), (8, 32), (8, 12), (12, 8)}
+  assert layer_check.matrices(adapted) == {(32, 24), (24, 32), (32, 8), (8, 32), (8, 24), (24, 8)}
+  assert layer_check.matrices(adapted, 2) == {(32, 12), (12, 32), (32, 8), (8, 32), (8, 12), (12, 8)}
   # Adapters of attention alone need no check of experts.
-  assert grouped_check.matrices(dataclasses.replace(cfg, lora=(8, 16.0, False, 'q|v'))) == grouped_check.matrices(cfg)
+  assert layer_check.matrices(dataclasses.replace(cfg, lora=(8, 16.0, False, 'q|v'))) == layer_check.matrices(cfg)
   latent = dataclasses.replace(cfg, experts=Experts(8, 3, 24, latent=16))
-  assert grouped_check.matrices(latent) == {(16, 24), (24, 16)}
-  assert not grouped_check.matrices(tiny.config())
+  assert layer_check.matrices(latent) == {(16, 24), (24, 16)}
+  assert not layer_check.matrices(tiny.config())
 
 
 # -------------------------------------------------------------------- plans

@@ -1,5 +1,5 @@
-"""Checks the results of attention kernels on this device, shape by shape; `grouped_check.py` and
-`recurrence_check.py` check those of experts and of recurrences.
+"""Checks the results of attention kernels on this device, shape by shape; `layer_check.py` checks those of
+experts and of recurrences.
 
 The check runs before the programs of a run are compiled. XLA computes the shapes that a kernel gets wrong.
 `models/attention_kernels.py` has the kernels.

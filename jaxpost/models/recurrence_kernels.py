@@ -4,7 +4,10 @@
 chunk are never in main memory. The backward pass reads the state before each chunk, computes the terms of the chunk
 again, and differentiates them inside the kernel.
 
-Legend: B rows, T tokens, K heads of queries and keys, H value heads, d size of keys, e size of values.
+A module of a kernel has `supports`, `arranged` (the terms as the kernel reads them), `HEAD` (the axis of heads then),
+`CHUNK`, `PARAMETERS`, `forward_kernel`, `backward_kernel`, `blocks` and `gradient_parts`.
+
+Legend: B rows, T tokens, K heads of queries and keys, H value heads, d size of keys, e size of values, N chunks.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from types import ModuleType
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec
 
 from jaxpost.distributed.mesh import Layout
@@ -68,29 +72,70 @@ def over_rows(
   interpret: run the kernel on the CPU, for tests.
   """
   q, k, v, log_decay, beta = terms
-  length = k.shape[1]
-  padding = -length % KERNELS[kernel].CHUNK
+  module, length = KERNELS[kernel], k.shape[1]
+  padding = -length % module.CHUNK
   runs = jnp.pad(runs, ((0, 0), (0, padding)), mode='edge')
-  whole_chunks = tuple(
+  q, k, v, log_decay, beta = (
     jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2))) for x in (q, k, v, log_decay[..., 0], beta)
   )
   settings = KernelSettings(dtype, corrected, interpret)
-  out, state = _over_rows(kernel, settings, whole_chunks, state.astype(jnp.float32), runs)
-  return out[:, :length].astype(jnp.float32), state
+  arranged = module.arranged((q, k, v, log_decay, beta))
+  out, state = _over_rows(kernel, settings, arranged, state.astype(jnp.float32), runs)
+  return jnp.moveaxis(out, 3 - module.HEAD, 1)[:, :length].astype(jnp.float32), state
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _over_rows(kernel: str, settings: KernelSettings, terms: Terms, state: jax.Array, runs: jax.Array):
-  return KERNELS[kernel].forward(settings, terms, state, runs)[:2]
+  out, state = _forward(kernel, settings, terms, state, runs=runs, keep=False)
+  return out, state
 
 
 def _over_rows_forward(kernel, settings, terms, state, runs):
-  out, state, states = KERNELS[kernel].forward(settings, terms, state, runs, keep=True)
+  out, state, states = _forward(kernel, settings, terms, state, runs=runs, keep=True)
   return (out, state), (terms, runs, states)
 
 
+def _forward(kernel, settings, terms, state, *, runs, keep):
+  """Returns the outputs, as v is arranged, state [B, H, d, e], and with `keep` states before chunks [B, H, N, d, e]."""
+  module, v, (rows, heads, *sizes) = KERNELS[kernel], terms[2], state.shape
+  outputs = [('values', v.shape, v.dtype), ('state', state.shape, jnp.float32)]
+  outputs += [('states', (rows, heads, runs.shape[1] // module.CHUNK, *sizes), settings.dtype)] * keep
+  return _call(module, module.forward_kernel, settings, terms, runs=runs, inputs=[('state', state)], outputs=outputs)
+
+
 def _over_rows_backward(kernel, settings, saved, g):
-  return *KERNELS[kernel].backward(settings, *saved, g), None
+  (terms, runs, states), module = saved, KERNELS[kernel]
+  _, k, v, log_decay, _ = terms
+  d_keys, parts = module.gradient_parts(k, v)
+  outputs = [('d_keys', d_keys, k.dtype)] * 2 + [('values', v.shape, v.dtype)]
+  outputs += [('d_scalars', (parts, *log_decay.shape), jnp.float32)] * 2 + [('state', g[1].shape, jnp.float32)]
+  inputs = [('states', states), ('values', g[0]), ('state', g[1])]
+  gradients = _call(module, module.backward_kernel, settings, terms, runs=runs, inputs=inputs, outputs=outputs)
+  dq, dk, dv, d_decay, d_beta, d_state = gradients
+  # Parts, and perhaps the value heads of a key head, have their own gradients of what they share.
+  head = module.HEAD + 1
+  dq, dk = (x.reshape(len(x), *k.shape[:head], -1, *k.shape[head:]) for x in (dq, dk))
+  dq, dk = (jnp.sum(x, axis=(0, head + 1), dtype=jnp.float32).astype(k.dtype) for x in (dq, dk))
+  return (dq, dk, dv, jnp.sum(d_decay, axis=0), jnp.sum(d_beta, axis=0)), d_state, None
 
 
 _over_rows.defvjp(_over_rows_forward, _over_rows_backward)
+
+
+def _call(module, kernel, settings, terms, *, runs, inputs, outputs):
+  """Calls a kernel with the terms, the runs, and further inputs (block, array); `outputs` are (block, shape, type)."""
+  grid, blocks = module.blocks(terms[1], terms[2], reverse=kernel is module.backward_kernel)
+  by_chunk = runs.reshape(len(runs), -1, 1, module.CHUNK)
+  runs_before = jnp.pad(by_chunk[:, :-1, :, -1:], ((0, 0), (1, 0), (0, 0), (0, 0)))
+  names = 'keys', 'keys', 'values', 'scalars', 'scalars'
+  inputs = [*zip(names, terms), ('runs', by_chunk), ('runs_before', runs_before), *inputs]
+  return pl.pallas_call(
+    functools.partial(kernel, settings=settings),
+    grid=grid,
+    in_specs=[blocks[name] for name, _ in inputs],
+    out_specs=[blocks[name] for name, *_ in outputs],
+    out_shape=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in outputs],
+    compiler_params=module.PARAMETERS,
+    interpret=settings.interpret,
+    name=f'recurrence_{kernel.__name__.removesuffix("_kernel")}',
+  )(*(x for _, x in inputs))

@@ -23,6 +23,8 @@ from jaxpost.models.recurrence_chunk import EXACT, KernelSettings, Terms, chunk_
 
 CHUNK = 64
 _HEADS = 8  # value heads of a program, at most; with 4, it takes a fifth longer
+HEAD = 1
+PARAMETERS = pltpu.CompilerParams(dimension_semantics=('parallel', 'parallel', 'parallel', 'arbitrary'))
 
 
 def supports(size: int, width: int, channels: int, single: bool) -> bool:
@@ -31,31 +33,6 @@ def supports(size: int, width: int, channels: int, single: bool) -> bool:
   XLA for TPU updates the states of single tokens in place.
   """
   return channels == 1 and not single and all(n % 16 == 0 and n <= 256 for n in (size, width))
-
-
-def forward(settings: KernelSettings, terms: Terms, state: jax.Array, runs: jax.Array, keep: bool = False):
-  """Returns (outputs [B, T, H, e], state [B, H, d, e]), and with `keep` states before chunks [B, H, N, d, e]."""
-  v = terms[2]
-  (rows, heads, *sizes), chunks = state.shape, v.shape[1] // CHUNK
-  outputs = [('values', v.swapaxes(1, 2).shape, v.dtype), ('state', state.shape, jnp.float32)]
-  outputs += [('states', (rows, heads, chunks, *sizes), settings.dtype)] * keep
-  out, *states = _call(_forward_kernel, settings, terms, runs, inputs=[('state', state)], outputs=outputs)
-  return out.swapaxes(1, 2), *states
-
-
-def backward(settings: KernelSettings, terms: Terms, runs: jax.Array, states: jax.Array, g: tuple):
-  """Returns the gradients of the terms, as a tuple, and of the state before the row."""
-  q, k, v, log_decay, _ = terms
-  (rows, length, kv_heads, size), heads = k.shape, v.shape[2]
-  g_out = g[0].swapaxes(1, 2)
-  d_keys = 'd_keys', (_split(kv_heads, heads)[2], rows, kv_heads, length, size), k.dtype
-  d_scalars = 'scalars', (rows, heads, length // CHUNK, 1, CHUNK), jnp.float32
-  outputs = [d_keys, d_keys, ('values', g_out.shape, v.dtype), d_scalars, d_scalars, ('state', g[1].shape, jnp.float32)]
-  inputs = [('states', states), ('values', g_out), ('state', g[1])]
-  dq, dk, dv, d_decay, d_beta, d_state = _call(_backward_kernel, settings, terms, runs, inputs=inputs, outputs=outputs)
-  dq, dk = (jnp.sum(x, axis=0, dtype=jnp.float32).astype(x.dtype) for x in (dq, dk))
-  d_decay, d_beta = (x.reshape(rows, heads, length) for x in (d_decay, d_beta))
-  return tuple(x.swapaxes(1, 2) for x in (dq, dk, dv, d_decay, d_beta)), d_state
 
 
 # -------------------------------------------------------------------- kernels
@@ -97,7 +74,7 @@ def _terms(refs: Sequence) -> tuple[jax.Array, ...]:
   return *(ref[...] for ref in qkv), log_decay_ref[:, 0], beta_ref[:, 0]
 
 
-def _forward_kernel(*refs, settings: KernelSettings):
+def forward_kernel(*refs, settings: KernelSettings):
   *term_refs, runs_ref, run_before_ref, first_state_ref, out_ref, state_ref = refs[:10]
 
   @pl.when(pl.program_id(3) == 0)
@@ -112,7 +89,7 @@ def _forward_kernel(*refs, settings: KernelSettings):
   out_ref[...] = out.astype(out_ref.dtype)
 
 
-def _backward_kernel(*refs, settings: KernelSettings):
+def backward_kernel(*refs, settings: KernelSettings):
   *term_refs, runs_ref, run_before_ref, states_ref, g_ref, last_g_state_ref = refs[:10]
   *d_refs, d_decay_ref, d_beta_ref, g_state_ref = refs[10:]
 
@@ -130,7 +107,12 @@ def _backward_kernel(*refs, settings: KernelSettings):
 
 # ---------------------------------------------------------------------- calls
 
-_TERM_BLOCKS = 'keys', 'keys', 'values', 'scalars', 'scalars'  # blocks of q, k, v, log_decay and beta, see `_blocks`
+
+def arranged(terms: Terms) -> Terms:
+  """Returns q and k [B, K, T, d], v [B, H, T, e], log_decay and beta [B, H, N, 1, C]."""
+  q, k, v, log_decay, beta = (x.swapaxes(1, 2) for x in terms)
+  log_decay, beta = (x.reshape(*x.shape[:2], -1, 1, CHUNK) for x in (log_decay, beta))
+  return q, k, v, log_decay, beta
 
 
 def _split(kv_heads: int, heads: int) -> tuple[int, int, int]:
@@ -143,49 +125,33 @@ def _split(kv_heads: int, heads: int) -> tuple[int, int, int]:
   return k, k * group, 1
 
 
-def _blocks(kv_heads: int, heads: int, size: int, width: int, at: Callable) -> dict[str, pl.BlockSpec]:
-  """Returns the blocks of arrays that the program (row, key heads, part of their value heads, chunk) reads or writes.
+def gradient_parts(k: jax.Array, v: jax.Array) -> tuple[tuple[int, ...], int]:
+  """Returns the shape of the gradients of keys, of which each part has its own, and 1, as decays are in no parts."""
+  return (_split(k.shape[1], v.shape[1])[2], *k.shape), 1
 
-  at: index of a program -> index of its chunk.
+
+def blocks(k: jax.Array, v: jax.Array, reverse: bool) -> tuple[tuple[int, ...], dict[str, pl.BlockSpec]]:
+  """Returns the grid, and the blocks of arrays that a program reads or writes.
+
+  A program is of (row, key heads, part of their value heads, chunk).
+
+  Args:
+    reverse: whether the last chunk comes first.
   """
-  k, h, parts = _split(kv_heads, heads)
-  return {
-    'keys': pl.BlockSpec((None, k, CHUNK, size), lambda b, i, p, n: (b, i, at(n), 0)),
+  (rows, kv_heads, length, size), (heads, width) = k.shape, (v.shape[1], v.shape[3])
+  chunks, (k_heads, h, parts) = length // CHUNK, _split(kv_heads, heads)
+
+  def at(n):
+    return chunks - 1 - n if reverse else n
+
+  return (rows, kv_heads // k_heads, parts, chunks), {
+    'keys': pl.BlockSpec((None, k_heads, CHUNK, size), lambda b, i, p, n: (b, i, at(n), 0)),
     'values': pl.BlockSpec((None, h, CHUNK, width), lambda b, i, p, n: (b, i * parts + p, at(n), 0)),
     'scalars': pl.BlockSpec((None, h, None, 1, CHUNK), lambda b, i, p, n: (b, i * parts + p, at(n), 0, 0)),
     'runs': pl.BlockSpec((None, None, 1, CHUNK), lambda b, i, p, n: (b, at(n), 0, 0)),
     'runs_before': pl.BlockSpec((None, None, 1, 1), lambda b, i, p, n: (b, at(n), 0, 0)),
     'state': pl.BlockSpec((None, h, size, width), lambda b, i, p, n: (b, i * parts + p, 0, 0)),
     'states': pl.BlockSpec((None, h, None, size, width), lambda b, i, p, n: (b, i * parts + p, at(n), 0, 0)),
-    # Each part of the value heads has its own gradient of the key heads.
-    'd_keys': pl.BlockSpec((None, None, k, CHUNK, size), lambda b, i, p, n: (p, b, i, at(n), 0)),
+    'd_keys': pl.BlockSpec((None, None, k_heads, CHUNK, size), lambda b, i, p, n: (p, b, i, at(n), 0)),
+    'd_scalars': pl.BlockSpec((None, None, h, None, 1, CHUNK), lambda b, i, p, n: (0, b, i * parts + p, at(n), 0, 0)),
   }
-
-
-def _call(
-  kernel: Callable, settings: KernelSettings, terms: Terms, runs: jax.Array, inputs: Sequence, outputs: Sequence
-):
-  """Calls a kernel with the terms, the runs, and further inputs (block, array); `outputs` are (block, shape, type)."""
-  (rows, length, kv_heads, size), (heads, width) = terms[1].shape, terms[2].shape[2:]
-  chunks = length // CHUNK
-  q, k, v, log_decay, beta = (x.swapaxes(1, 2) for x in terms)
-  log_decay, beta = (x.reshape(rows, heads, chunks, 1, CHUNK) for x in (log_decay, beta))
-  runs_before = jnp.pad(runs[:, CHUNK - 1 : -1 : CHUNK], ((0, 0), (1, 0)))
-  inputs = [
-    *zip(_TERM_BLOCKS, (q, k, v, log_decay, beta)),
-    ('runs', runs.reshape(rows, chunks, 1, CHUNK)),
-    ('runs_before', runs_before[..., None, None]),
-    *inputs,
-  ]
-  is_reversed, (k_heads, _, parts) = kernel is _backward_kernel, _split(kv_heads, heads)
-  blocks = _blocks(kv_heads, heads, size, width, at=lambda n: chunks - 1 - n if is_reversed else n)
-  return pl.pallas_call(
-    functools.partial(kernel, settings=settings),
-    grid=(rows, kv_heads // k_heads, parts, chunks),
-    in_specs=[blocks[name] for name, _ in inputs],
-    out_specs=[blocks[name] for name, *_ in outputs],
-    out_shape=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in outputs],
-    compiler_params=pltpu.CompilerParams(dimension_semantics=(*['parallel'] * 3, 'arbitrary')),
-    interpret=settings.interpret,
-    name=f'recurrence{kernel.__name__.removesuffix("_kernel")}',
-  )(*(x for _, x in inputs))

@@ -10,7 +10,7 @@ chunk, N chunks, P parts of the values.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,8 @@ from jaxpost.models.recurrence_chunk import KernelSettings, Terms, chunk_of_head
 
 CHUNK = 32  # with 64 tokens, a thread spills ten times as much of its registers
 _STATE_SIZE = 8192  # elements of the state of a program
-_WARPS = 8
+HEAD = 2
+PARAMETERS = plgpu.CompilerParams(num_warps=8, num_stages=1)
 
 
 def supports(size: int, width: int, channels: int, single: bool) -> bool:
@@ -83,7 +84,7 @@ def _chunk(settings: KernelSettings, runs: jax.Array, run_before: jax.Array) -> 
   return chunk_of_head(settings, functools.partial(jnp.einsum, precision=exactly), runs, run_before)
 
 
-def _forward_kernel(*refs, settings: KernelSettings):
+def forward_kernel(*refs, settings: KernelSettings):
   *term_refs, runs_ref, run_before_ref, state_ref, out_ref, last_state_ref = refs[:10]
   states_ref = refs[10] if len(refs) > 10 else None
 
@@ -91,7 +92,7 @@ def _forward_kernel(*refs, settings: KernelSettings):
     tokens = pl.ds(i * CHUNK, CHUNK)
     if states_ref is not None:
       states_ref[i] = state.astype(states_ref.dtype)
-    chunk = _chunk(settings, runs_ref[tokens], run_before_ref[i])
+    chunk = _chunk(settings, runs_ref[i], run_before_ref[i])
     # Triton has no rule for functions with gradients of their own; `jax.vjp` replaces them by what they compute.
     (state, out), _ = jax.vjp(chunk, state, *(ref[tokens] for ref in term_refs))
     out_ref[tokens] = out.astype(out_ref.dtype)
@@ -100,7 +101,7 @@ def _forward_kernel(*refs, settings: KernelSettings):
   last_state_ref[...] = jax.lax.fori_loop(0, run_before_ref.shape[0], run, state_ref[...])
 
 
-def _backward_kernel(*refs, settings: KernelSettings):
+def backward_kernel(*refs, settings: KernelSettings):
   *term_refs, runs_ref, run_before_ref, states_ref, g_ref, g_state_ref = refs[:10]
   *d_refs, d_state_ref = refs[10:]
   count = run_before_ref.shape[0]
@@ -108,7 +109,7 @@ def _backward_kernel(*refs, settings: KernelSettings):
   def run(n, g_state):
     i = count - 1 - n
     tokens = pl.ds(i * CHUNK, CHUNK)
-    chunk = _chunk(settings, runs_ref[tokens], run_before_ref[i])
+    chunk = _chunk(settings, runs_ref[i], run_before_ref[i])
     _, vjp = jax.vjp(chunk, states_ref[i].astype(jnp.float32), *(ref[tokens] for ref in term_refs))
     g_state, *gradients = vjp((g_state, g_ref[tokens].astype(jnp.float32)))
     for ref, gradient in zip(d_refs, gradients, strict=True):
@@ -120,73 +121,36 @@ def _backward_kernel(*refs, settings: KernelSettings):
 
 # ---------------------------------------------------------------------- calls
 
-_TERM_BLOCKS = 'keys', 'keys', 'values', 'scalars', 'scalars'  # blocks of q, k, v, log_decay and beta, see `_blocks`
+
+def arranged(terms: Terms) -> Terms:
+  """Returns q and k [B, T, K, d], v [B, T, H, e], log_decay and beta [B, T, H] as they are."""
+  return terms
 
 
 def _parts(size: int, width: int) -> int:
   return max(1, width * size // _STATE_SIZE)
 
 
-def _blocks(q: jax.Array, v: jax.Array) -> dict[str, pl.BlockSpec]:
-  """Returns the blocks of arrays that the program (part of the values, value head, row) reads or writes."""
-  (_, length, kv_heads, size), (heads, width) = q.shape, v.shape[2:]
-  group, chunks, part = heads // kv_heads, length // CHUNK, width // _parts(size, width)
-  return {
+def gradient_parts(k: jax.Array, v: jax.Array) -> tuple[tuple[int, ...], int]:
+  """Returns the shape of the gradients of keys, and P: each part of each value head has its own gradients."""
+  parts = _parts(k.shape[3], v.shape[3])
+  return (parts, *v.shape[:3], k.shape[3]), parts
+
+
+def blocks(k: jax.Array, v: jax.Array, reverse: bool) -> tuple[tuple[int, ...], dict[str, pl.BlockSpec]]:
+  """Returns the grid, and blocks of arrays that the program (part of the values, value head, row) reads or writes."""
+  del reverse
+  (rows, length, kv_heads, size), (heads, width) = k.shape, v.shape[2:]
+  group, chunks, parts = heads // kv_heads, length // CHUNK, _parts(size, width)
+  part = width // parts
+  return (parts, heads, rows), {
     'keys': pl.BlockSpec((None, length, None, size), lambda p, h, b: (b, 0, h // group, 0)),
     'values': pl.BlockSpec((None, length, None, part), lambda p, h, b: (b, 0, h, p)),
     'scalars': pl.BlockSpec((None, length, None), lambda p, h, b: (b, 0, h)),
-    'runs': pl.BlockSpec((None, length), lambda p, h, b: (b, 0)),
-    'runs_before': pl.BlockSpec((None, chunks), lambda p, h, b: (b, 0)),
+    'runs': pl.BlockSpec((None, chunks, None, CHUNK), lambda p, h, b: (b, 0, 0, 0)),
+    'runs_before': pl.BlockSpec((None, chunks, None, None), lambda p, h, b: (b, 0, 0, 0)),
     'state': pl.BlockSpec((None, None, size, part), lambda p, h, b: (b, h, 0, p)),
     'states': pl.BlockSpec((None, None, chunks, size, part), lambda p, h, b: (b, h, 0, 0, p)),
-    # Each part of the values has its own gradient of what it shares with the other parts and heads.
     'd_keys': pl.BlockSpec((None, None, length, None, size), lambda p, h, b: (p, b, 0, h, 0)),
     'd_scalars': pl.BlockSpec((None, None, length, None), lambda p, h, b: (p, b, 0, h)),
   }
-
-
-def _call(
-  kernel: Callable, settings: KernelSettings, terms: Terms, runs: jax.Array, inputs: Sequence, outputs: Sequence
-):
-  """Calls a kernel with the terms, the runs, and further inputs (block, array); `outputs` are (block, shape, type)."""
-  q, _, v, *_ = terms
-  blocks = _blocks(q, v)
-  runs_before = jnp.pad(runs[:, CHUNK - 1 : -1 : CHUNK], ((0, 0), (1, 0)))
-  inputs = [*zip(_TERM_BLOCKS, terms), ('runs', runs), ('runs_before', runs_before), *inputs]
-  return pl.pallas_call(
-    functools.partial(kernel, settings=settings),
-    grid=(_parts(q.shape[3], v.shape[3]), v.shape[2], len(q)),
-    in_specs=[blocks[name] for name, _ in inputs],
-    out_specs=[blocks[name] for name, *_ in outputs],
-    out_shape=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in outputs],
-    compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1),
-    interpret=settings.interpret,
-    name=f'recurrence{kernel.__name__.removesuffix("_kernel")}',
-  )(*(x for _, x in inputs))
-
-
-def forward(settings: KernelSettings, terms, state: jax.Array, runs: jax.Array, keep: bool = False):
-  """Returns (outputs [B, T, H, e], state [B, H, d, e]), and with `keep` states before chunks [B, H, N, d, e]."""
-  (rows, heads, *sizes), chunks = state.shape, runs.shape[1] // CHUNK
-  outputs = [('values', terms[2].shape, terms[2].dtype), ('state', state.shape, jnp.float32)]
-  outputs += [('states', (rows, heads, chunks, *sizes), settings.dtype)] * keep
-  return _call(_forward_kernel, settings, terms, runs, inputs=[('state', state)], outputs=outputs)
-
-
-def backward(settings: KernelSettings, terms, runs: jax.Array, states: jax.Array, g):
-  """Returns the gradients of the terms, as a tuple, and of the state before the row."""
-  q, k, v, *_ = terms
-  parts, (rows, length, heads, _) = _parts(q.shape[3], v.shape[3]), v.shape
-  inputs = [('states', states), ('values', g[0]), ('state', g[1])]
-  d_keys = 'd_keys', (parts, rows, length, heads, q.shape[3]), q.dtype
-  d_scalars = 'd_scalars', (parts, rows, length, heads), jnp.float32
-  d_values, d_state = ('values', v.shape, v.dtype), ('state', g[1].shape, jnp.float32)
-  outputs = [d_keys, d_keys, d_values, d_scalars, d_scalars, d_state]
-  dq, dk, dv, d_decay, d_beta, d_state = _call(_backward_kernel, settings, terms, runs, inputs=inputs, outputs=outputs)
-
-  def summed(x):
-    """Sums the gradients of the parts and of the value heads of each key head."""
-    x = x.reshape(parts, rows, length, k.shape[2], -1, k.shape[3])
-    return jnp.sum(x, axis=(0, 4), dtype=jnp.float32).astype(k.dtype)
-
-  return (summed(dq), summed(dk), dv, jnp.sum(d_decay, axis=0), jnp.sum(d_beta, axis=0)), d_state

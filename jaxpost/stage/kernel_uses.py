@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from jaxpost.distributed.mesh import row_shards
@@ -16,7 +16,6 @@ from jaxpost.stage.batch_shape import row_length
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
   from jaxpost.matmul import Compute
-  from jaxpost.models.config import CustomConfig, ModelConfig
   from jaxpost.stage.place import PlacedStage
   from jaxpost.stage.records import PreparedStage
 
@@ -38,8 +37,12 @@ def verified(
     length = row_length(inputs.config, inputs.algorithm.on_policy)
     decoded = [inputs.model.config] if _decodes(compute, prepared) else []
     compute = kernel_check.verify(compute, attention_uses(prepared, layouts, length), decoded)
+  if not (compute.grouped_kernel or compute.recurrence_kernel):
+    return compute
+  from jaxpost.hardware import layer_check
+
   configs = [x.config for x in (inputs.model, *inputs.sources.values())]
-  return verify_layers(compute, configs, {layout.mesh.shape['tensor'] for layout in layouts.values()})
+  return layer_check.verify(compute, configs, {layout.mesh.shape['tensor'] for layout in layouts.values()})
 
 
 def _decodes(compute: Compute, prepared: PreparedStage) -> bool:
@@ -60,24 +63,6 @@ def attention_by_xla(placed: PlacedStage) -> Iterator[str]:
   samples = checks.samples(placed.config, placed.algorithm)
   if compute.attention == 'triton' and samples and not _decodes(compute, placed):
     yield 'decoding by XLA'
-
-
-def verify_layers(
-  compute: Compute, models: Sequence[ModelConfig | CustomConfig], tensor_shards: Collection[int]
-) -> Compute:
-  """Returns the settings without kernels for experts or recurrences that are wrong in the shapes of these models.
-
-  tensor_shards: numbers of devices that the matrices of experts are split over.
-  """
-  if compute.recurrence_kernel and any(cfg.state_shapes for cfg in models):
-    from jaxpost.hardware import recurrence_check
-
-    compute = recurrence_check.verify(compute, models)
-  if compute.grouped_kernel:
-    from jaxpost.hardware import grouped_check
-
-    compute = grouped_check.verify(compute, models, tensor_shards)
-  return compute
 
 
 def attention_uses(prepared: PreparedStage, layouts: dict[str, Layout], length: int) -> list[KernelUse]:

@@ -89,9 +89,9 @@ class PlacedStage(PreparedStage):
     if self.model.config.experts:
       out['experts'] = chosen('kernel' if compute.grouped_kernel else 'XLA')
     if self.model.config.state_shapes and self.model.config.mixer != 'convolution':
-      from jaxpost.hardware import recurrence_check
+      from jaxpost.hardware import layer_check
 
-      out['recurrence'] = chosen(recurrence_check.computed_by(compute, self.model.config))
+      out['recurrence'] = chosen(layer_check.computed_by(compute, self.model.config))
     for field in self.algorithm.defaults.get('rl', ()):  # the method chooses these
       out[f'rl.{field}'] = str(vars(config.rl)[field]).replace('()', 'none')
     return out

@@ -254,9 +254,9 @@ def make_engine(
     rows = [kernel_check.KernelUse(model.config, bucket(n, longest)) for n in range(1, longest + 1)]
     compute = kernel_check.verify(compute, rows, [model.config])
   if compute.grouped_kernel or compute.recurrence_kernel:
-    from jaxpost.stage import kernel_uses
+    from jaxpost.hardware import layer_check
 
-    compute = kernel_uses.verify_layers(compute, [model.config], [layout.mesh.shape['tensor']])
+    compute = layer_check.verify(compute, [model.config], [layout.mesh.shape['tensor']])
   reshard = None
   if share_base:
     reshard, model = shared_weights.share(model, layout)

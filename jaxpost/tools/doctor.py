@@ -90,7 +90,7 @@ def _devices() -> list[Finding]:
 
 def _kernels() -> list[Finding]:
   """Compares the platform's kernels for attention and experts with XLA on small shapes."""
-  from jaxpost.hardware import grouped_check, kernel_check
+  from jaxpost.hardware import kernel_check, layer_check
   from jaxpost.matmul import compute_for
   from jaxpost.models import presets
 
@@ -103,8 +103,8 @@ def _kernels() -> list[Finding]:
   fix = 'the kernel was wrong for a shape here; runs use XLA there, which is slower'
   out = [Finding('attention', compute.attention, fix if verified != compute else '')]
   if compute.grouped_kernel:
-    experts = grouped_check.verify(compute, [presets.PRESETS['tiny_moe']])
-    out.append(Finding('experts', grouped_check.GROUPED, fix if experts != compute else ''))
+    experts = layer_check.verify(compute, [presets.PRESETS['tiny_moe']])
+    out.append(Finding('experts', layer_check.EXPERTS, fix if experts != compute else ''))
   return out
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxpost.hardware import chips, gpu_options, grouped_check, kernel_check, memory_rate, probe, recurrence_check
+from jaxpost.hardware import chips, gpu_options, kernel_check, layer_check, memory_rate, probe
 from jaxpost.matmul import Compute, compute_for
 from jaxpost.models import attention_kernels, presets
 from jaxpost.monitor import start
@@ -78,9 +78,6 @@ def compiler_options() -> dict[str, Any]:
   return dict(options=gpu_options.try_options(jax.devices()[0], gpu_options.OPTIONS))
 
 
-_CHECKS: dict[str, Any] = {grouped_check.GROUPED: grouped_check, recurrence_check.RECURRENCE: recurrence_check}
-
-
 def kernels(kernel_length: int) -> dict[str, Any]:
   """Returns the largest errors of the kernels of this platform, in the shapes of all families.
 
@@ -102,8 +99,9 @@ def kernels(kernel_length: int) -> dict[str, Any]:
   not_checked = dict(cases)
   with contextlib.suppress(TimeoutError):  # the time limit of this row
     for (kernel, shape), label in cases.items():
-      if check := _CHECKS.get(kernel):
-        errors[label] = check.trusted(kernel, shape, compute.dtype) or check.errors(shape, compute.dtype)
+      if kernel in (layer_check.EXPERTS, layer_check.RECURRENCE):
+        found = layer_check.trusted(kernel, shape, compute.dtype)
+        errors[label] = found or layer_check.errors(kernel, shape, compute.dtype)
       else:
         errors[label] = kernel_check.trusted(kernel, shape, compute.dtype) or {
           str(window): kernel_check.errors(kernel, shape, compute.dtype, window) for window in shape.windows
@@ -129,10 +127,10 @@ def _cases(compute: Compute, length: int) -> tuple[dict[tuple[str, Any], str], d
         continue
       for shape in kernel_check.decoded_shapes(compute, cfg):
         cases.setdefault((kernel_check.DECODE, shape), f'{preset}{_size(cfg, shape)} decode')
-      for matrix in grouped_check.matrices(cfg) if compute.grouped_kernel else ():
-        cases.setdefault((grouped_check.GROUPED, matrix), f'{preset} experts {matrix.inputs} x {matrix.outputs}')
-      for heads in recurrence_check.heads(compute.recurrence_kernel, cfg):
-        cases.setdefault((recurrence_check.RECURRENCE, heads), f'{preset} recurrence')
+      for matrix in layer_check.matrices(cfg) if compute.grouped_kernel else ():
+        cases.setdefault((layer_check.EXPERTS, matrix), f'{preset} experts {matrix.inputs} x {matrix.outputs}')
+      for heads in layer_check.heads(compute.recurrence_kernel, cfg):
+        cases.setdefault((layer_check.RECURRENCE, heads), f'{preset} recurrence')
   return cases, refused
 
 
