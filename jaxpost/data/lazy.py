@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxpost.data import binary_files, files
+from jaxpost.data import file_readers, files
 from jaxpost.errors import InputError
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ class Parquet(RandomAccess):
 
   def __init__(self, path: epath.Path, name: str, caches: Caches):
     super().__init__(path, name, caches)
-    self._arrow, self._lib, self._parquet = binary_files.import_reader(name, 'parquet', *binary_files.PARQUET)
+    self._arrow, self._lib, self._parquet = file_readers.import_reader(name, 'parquet', *file_readers.PARQUET)
     metadata = self._with_file(lambda file: file.metadata)
     sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
     self._starts = np.append(0, np.cumsum(sizes, dtype=np.int64))
@@ -232,7 +232,7 @@ class Parquet(RandomAccess):
       with self._path.open('rb') as raw:
         return use(self._parquet.ParquetFile(raw))
     except (self._lib.ArrowException, OSError) as error:
-      raise binary_files.damaged(self._name, 'parquet', error) from error
+      raise file_readers.damaged(self._name, 'parquet', error) from error
 
   def __len__(self) -> int:
     return int(self._starts[-1])
@@ -245,7 +245,7 @@ class Parquet(RandomAccess):
       return self._with_file(lambda file: file.read_row_group(group))
 
     row = self._groups.row((self._name, group), index, read, self._arrow)
-    return binary_files.rows_of(row, self._name)[0]
+    return file_readers.rows_of(row, self._name)[0]
 
 
 class ArrayRecord(RandomAccess):
@@ -253,7 +253,7 @@ class ArrayRecord(RandomAccess):
 
   def __init__(self, path: epath.Path, name: str, caches: Caches):
     super().__init__(path, name, caches)
-    _, self._module = binary_files.import_reader(name, 'ArrayRecord', *binary_files.ARRAY_RECORD)
+    _, self._module = file_readers.import_reader(name, 'ArrayRecord', *file_readers.ARRAY_RECORD)
     self._size = self._with_reader(lambda reader: reader.num_records())
 
   def _open(self):
@@ -267,7 +267,7 @@ class ArrayRecord(RandomAccess):
       with self._handles.lock:
         return use(self._handles.get(self._name, self._open))
     except (RuntimeError, ValueError, OSError, IndexError) as error:
-      raise binary_files.damaged(self._name, 'ArrayRecord', error) from error
+      raise file_readers.damaged(self._name, 'ArrayRecord', error) from error
 
   def __len__(self) -> int:
     return self._size

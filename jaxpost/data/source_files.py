@@ -30,27 +30,21 @@ class Format(NamedTuple):
   random_access: str = ''  # the class of `lazy.py` that reads single rows; '' if it cannot be streamed
 
 
-def _delimited(delimiter: str, path: epath.Path, name: str) -> files.NumberedRows:
-  from jaxpost.data import delimited
+def _reader(reader: str, path: epath.Path, name: str) -> files.NumberedRows:
+  from jaxpost.data import file_readers
 
-  return delimited.read(path, name, delimiter)
-
-
-def _binary(reader: str, path: epath.Path, name: str) -> files.NumberedRows:
-  from jaxpost.data import binary_files
-
-  return getattr(binary_files, reader)(path, name)
+  return getattr(file_readers, reader)(path, name)
 
 
 FORMATS = {
   '.jsonl': Format(files.jsonl, ':', gzip=True, random_access='Lines'),
   '.json': Format(files.json_list, '[', gzip=True),
   '.txt': Format(files.txt, ':', gzip=True),
-  '.csv': Format(functools.partial(_delimited, ','), ':', gzip=True),
-  '.tsv': Format(functools.partial(_delimited, '\t'), ':', gzip=True),
-  '.parquet': Format(functools.partial(_binary, 'parquet'), '[', random_access='Parquet'),
-  '.array_record': Format(functools.partial(_binary, 'array_record'), '[', random_access='ArrayRecord'),
-  '.arrow': Format(functools.partial(_binary, 'arrow'), '['),
+  '.csv': Format(functools.partial(_reader, 'comma_separated'), ':', gzip=True),
+  '.tsv': Format(functools.partial(_reader, 'tab_separated'), ':', gzip=True),
+  '.parquet': Format(functools.partial(_reader, 'parquet'), '[', random_access='Parquet'),
+  '.array_record': Format(functools.partial(_reader, 'array_record'), '[', random_access='ArrayRecord'),
+  '.arrow': Format(functools.partial(_reader, 'arrow'), '['),
 }
 NAMES = ', '.join(FORMATS)
 # Patterns of the files to download from a data set on the hub.

@@ -1,8 +1,11 @@
-"""Reads whole parquet, Arrow and ArrayRecord files; `files.py` describes the interface of a reader."""
+"""Reads whole delimited, parquet, Arrow and ArrayRecord files; `files.py` describes the interface of a reader."""
 
 from __future__ import annotations
 
+import csv
+import functools
 import importlib
+import io
 from typing import TYPE_CHECKING, Any
 
 from jaxpost.data import files
@@ -15,7 +18,43 @@ if TYPE_CHECKING:
 
 PARQUET = 'pyarrow', 'pyarrow.lib', 'pyarrow.parquet'
 ARRAY_RECORD = 'array_record.python', 'array_record.python.array_record_module'
+_MAX_CHARACTERS = 1 << 30  # of a value in a table; the default of `csv` is shorter than some documents
 _EXTRA = "pip install -e '.[data]'"
+
+
+def delimited(path: epath.Path, name: str, delimiter: str) -> files.NumberedRows:
+  """Yields (number of its first line, {column: text}) of each row of a table, whose first line names the columns.
+
+  Values in double quotes may contain line breaks, the delimiter, and double quotes, each written twice (RFC 4180).
+  """
+  csv.field_size_limit(max(csv.field_size_limit(), _MAX_CHARACTERS))
+  reader = csv.reader(io.StringIO(files.whole_text(path, name), newline=''), delimiter=delimiter, strict=True)
+  header: list[str] = []
+  line = 1
+  try:
+    for values in reader:
+      first, line = line, reader.line_num + 1
+      if not values:  # a blank line
+        continue
+      if not header:
+        header = [column.strip() for column in values]
+        if not all(header):
+          raise InputError(f'{name}:{first}: a column has no name; the first line names all columns')
+        if repeated := [column for column in header if header.count(column) > 1]:
+          raise InputError(f'{name}:{first}: names the column {repeated[0]!r} twice')
+      elif len(values) != len(header):
+        raise InputError(
+          f'{name}:{first}: has {len(values)} values, and the first line names {len(header)} columns; put values that '
+          f'contain {delimiter!r} in double quotes'
+        )
+      else:
+        yield first, dict(zip(header, values))
+  except csv.Error as error:
+    raise InputError(f'{name}:{line}: bad quotes: {error}') from error
+
+
+comma_separated = functools.partial(delimited, delimiter=',')
+tab_separated = functools.partial(delimited, delimiter='\t')
 
 
 def parquet(path: epath.Path, name: str) -> files.NumberedRows:
