@@ -260,7 +260,7 @@ def test_each_attribute_of_a_plain_value_is_evaluated_or_refused():
     except checks.UnreadableTest:
       continue
     for value in values_:
-      evaluator = dialog._Evaluator(test, None, float('inf'))
+      evaluator = dialog.Evaluator(test, None, float('inf'))
       evaluator.ask = lambda *parts, value=value: value
       node = ast.parse(f'f.{name}', mode='eval').body
       assert not hasattr(value, name) or evaluator._value(node, {}) is not None, (value, name)
@@ -303,7 +303,7 @@ def test_values_compare_as_in_python_except_bools():
 
 def test_evaluator_handles_every_node_that_the_reader_accepts():
   for kind in checks._EVALUATED:
-    assert kind == 'Starred' or hasattr(dialog._Evaluator, f'_{kind}'), kind
+    assert kind == 'Starred' or hasattr(dialog.Evaluator, f'_{kind}'), kind
 
 
 @pytest.mark.parametrize(

@@ -41,11 +41,7 @@ class _Method:
 
 
 class _Return(Exception):
-  """Carries the value of a return statement."""
-
-  def __init__(self, value: Any) -> None:
-    super().__init__()
-    self.value = value
+  """Carries the value of a return statement, its only argument."""
 
 
 def passed(test: checks.Test, ask: Callable[[str], str | None], deadline: float) -> bool:
@@ -60,7 +56,7 @@ def passed(test: checks.Test, ask: Callable[[str], str | None], deadline: float)
     UnreadableTest: if the evaluation reaches an expression that cannot be judged.
     RewardError: if `ask` raises it, because the sandbox has ended.
   """
-  evaluator = _Evaluator(test, ask, deadline)
+  evaluator = Evaluator(test, ask, deadline)
   try:
     evaluator.block(test.tree.body, collections.ChainMap())
   except (values.Ended, values.TooLarge, *values.ERRORS):
@@ -68,7 +64,7 @@ def passed(test: checks.Test, ask: Callable[[str], str | None], deadline: float)
   return not evaluator.solution.ended  # a `finally` that returns hides the exception
 
 
-class _Evaluator:
+class Evaluator:
   """Evaluates one test; a method for each kind of node, named as the node is."""
 
   def __init__(self, test: checks.Test, ask: Callable[[str], str | None], deadline: float) -> None:
@@ -274,7 +270,7 @@ class _Evaluator:
     try:
       self.block(function.body, scope)
     except _Return as result:
-      return result.value
+      return result.args[0]
     return None
 
   def _Lambda(self, node, scope) -> _Function:

@@ -31,16 +31,7 @@ DEPTH = 100  # limit of the levels of nested values
 BITS = 1 << 16  # limit of the bits of an integer
 REPLY_BYTES = 1 << 21  # limit of the bytes of one answer
 _TAGS = {'l': list, 't': tuple, 's': set, 'f': frozenset}
-APPLY: dict[str, Callable[[Any], Any]] = {
-  'len': len,
-  'str': str,
-  'repr': repr,
-  'list': list,
-  'next': next,
-  'int': int,
-  'float': float,
-  'abs': abs,
-}
+APPLY: dict[str, Callable[[Any], Any]] = {f.__name__: f for f in (len, str, repr, list, next, int, float, abs)}
 
 
 def encode(value: Any, keep: Callable[[Any], int], depth: int = 0) -> Any:

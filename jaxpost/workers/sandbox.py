@@ -171,7 +171,6 @@ class _Jail:
     except BaseException:
       self.__exit__()
       raise
-    self.deadline = min(self.deadline, time.monotonic() + self._limits.timeout_s + _GRACE_S)
     return self
 
   def __exit__(self, *unused) -> None:
@@ -237,7 +236,7 @@ def _remove(folder: str) -> None:
   parent, name = os.path.split(folder)
   current = os.open(parent, os.O_DIRECTORY)
   remaining = [[name]]  # for `parent` and each folder below it down to `current`: names that are still to be removed
-  entered: list[tuple[str, tuple[int, int]]] = []  # (name, identity of its parent) of each of these folders
+  entered: list[tuple[str, os.stat_result]] = []  # (name, its parent) of each of these folders
   try:
     while remaining[0] or entered:
       if remaining[-1]:
@@ -248,16 +247,16 @@ def _remove(folder: str) -> None:
           with contextlib.suppress(OSError):
             os.unlink(name, dir_fd=current)
           continue
-        entered.append((name, _identity(current)))
+        entered.append((name, os.fstat(current)))
         os.close(current)
         current = child
         remaining.append(_unlink_files(current))
         continue
       remaining.pop()
-      name, parent_identity = entered.pop()
+      name, expected = entered.pop()
       child, current = current, os.open('..', os.O_DIRECTORY, dir_fd=current)
       os.close(child)
-      if _identity(current) != parent_identity:
+      if not os.path.samestat(os.fstat(current), expected):
         raise OSError(f'{name} has moved')
       with contextlib.suppress(OSError):
         os.rmdir(name, dir_fd=current)
@@ -277,11 +276,6 @@ def _open_folder(name: str, at: int) -> int:
     return os.open(f'/proc/self/fd/{handle}', os.O_DIRECTORY)
   finally:
     os.close(handle)
-
-
-def _identity(folder: int) -> tuple[int, int]:
-  stat = os.fstat(folder)
-  return stat.st_dev, stat.st_ino
 
 
 def _unlink_files(folder: int) -> list[str]:

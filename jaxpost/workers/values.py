@@ -16,13 +16,15 @@ import math
 import operator
 import re
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from jaxpost.workers import checks, runner
 
+if TYPE_CHECKING:
+  from jaxpost.workers.dialog import Evaluator
+
 # Limits of the values that a test makes
 _ITEMS = 1 << 20  # items of a container, characters of a text
-_BITS = runner.BITS  # bits of an integer
 _TEXT = 1 << 24  # characters of a text that is joined or formatted
 _POWER_BITS = 3 << 12  # bits of the three integers of pow together
 _DIGITS = 4300  # digits of a rounded integer
@@ -49,7 +51,6 @@ _ORDER = {ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.Gt
 _KINDS = {name: getattr(builtins, name) for name in checks.KINDS}
 # Functions of one iterable, the first argument, which is made a list first.
 _OF_ITEMS = ('enumerate', 'list', 'reversed', 'set', 'frozenset', 'tuple', 'sum', 'sorted', 'min', 'max', 'all', 'any')
-_OF_OBJECTS = tuple(runner.APPLY)  # called in the solution's process if the argument is its object
 _TRUE, _FALSE = object(), object()  # stand for True and False in comparisons, as True == 1 in Python
 
 
@@ -100,21 +101,6 @@ class Builtin:
   function: Callable | None = None
 
 
-class Evaluator(Protocol):
-  """The part of dialog.py that the functions of this module call.
-
-  ask: sends one request to the solution, see `solution.Solution.ask`.
-  """
-
-  ask: Callable[..., Any]
-
-  def apply(self, function: Any, arguments: list, named: dict) -> Any:
-    """Calls any function that a test can name."""
-
-  def items(self, value: Any) -> list:
-    """Returns the items that iteration over a value yields."""
-
-
 def same(a: Any, b: Any, exact: bool = True) -> bool:
   """Returns whether two plain values are equal; a bool equals a bool only. With exact=False a tuple equals a list."""
   return _marked(a, exact) == _marked(b, exact)
@@ -163,7 +149,7 @@ def binary(kind: ast.operator, a: Any, b: Any) -> Any:
     _limit(_formatted_length(a, b), _TEXT)
   if isinstance(kind, (ast.Mult, ast.Pow)) and isinstance(a, int) and isinstance(b, int):
     bits = a.bit_length() + b.bit_length() if isinstance(kind, ast.Mult) else a.bit_length() * abs(b)
-    _limit(bits, _BITS)
+    _limit(bits, runner.BITS)
   elif isinstance(kind, ast.Mult):
     for items, times in ((a, b), (b, a)):
       if hasattr(items, '__len__') and isinstance(times, int):
@@ -211,11 +197,13 @@ def call_builtin(builtin: Builtin, arguments: list, named: dict, outer: Evaluato
     return builtin.function(*arguments, **named)
   if name in ('map', 'filter', 'zip', 'dict', 'Counter'):
     return _call_lazy(name, arguments, named, outer)
-  if isinstance(first, Handle) and name in _OF_OBJECTS:
+  if isinstance(first, Handle) and name in runner.APPLY:
     return outer.ask('apply', name, first)
   several_values = name in ('min', 'max') and len(arguments) > 1
   if arguments and name in _OF_ITEMS and not several_values:
     arguments = [outer.items(first), *arguments[1:]]
+  if name in ('all', 'any'):
+    arguments = [[plain(item) for item in items] for items in arguments]
   if name in _BOUNDED:
     return _BOUNDED[name](*arguments, **named)
   named = {k: _callable(v, outer) if k == 'key' else v for k, v in named.items()}
@@ -235,14 +223,6 @@ def _is_instance(value: Any, classes: Any) -> bool:
 
 def _type(value: Any) -> Builtin:
   return Builtin(type(plain(value)).__name__)
-
-
-def _all(items: list) -> bool:
-  return all([plain(item) for item in items])
-
-
-def _any(items: list) -> bool:
-  return any([plain(item) for item in items])
 
 
 def _pow(base: Any, exp: Any, mod: Any = None) -> Any:
@@ -278,8 +258,6 @@ _BOUNDED: dict[str, Callable] = {
   'print': _print,
   'isinstance': _is_instance,
   'type': _type,
-  'all': _all,
-  'any': _any,
   'sum': _sum,
   'set': functools.partial(runner.distinct, set),
   'frozenset': functools.partial(runner.distinct, frozenset),
