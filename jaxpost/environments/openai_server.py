@@ -62,11 +62,6 @@ class _Job(NamedTuple):
     """Returns whether the requests draw any token."""
     return not self.echo or self.requests[0].sampling['max_tokens'] > 0
 
-  @property
-  def scores(self) -> bool:
-    """Returns whether log-probs of the prompts are asked for."""
-    return self.echo and self.body.get('logprobs') is not None
-
 
 class Endpoint:
   """The server. It listens from the start; requests are answered while `serve`, or `shared.serve_until`, runs.
@@ -194,7 +189,8 @@ class Endpoint:
     job = await run(self._threads, self._prepare, call)
     try:  # a session is busy from here on
       await run(self._threads, self._check, job)
-      scores = await run(self._scoring, self._score, job) if job.scores else [None for _ in job.prompts]
+      is_scored = job.echo and job.body.get('logprobs') is not None
+      scores = await run(self._scoring, self._score, job) if is_scored else [None for _ in job.prompts]
       if scores is None:
         raise concurrent.futures.CancelledError
       if job.draws:

@@ -38,14 +38,6 @@ class CallResult(NamedTuple):
   error: str | None = None
 
 
-class _Docstring(NamedTuple):
-  """The parts of a docstring: its description, the lines under Args by argument, and the text under Returns."""
-
-  description: str
-  arguments: dict[str, str]
-  returns: str
-
-
 def tool_schemas(environment: Any, label: str) -> dict[str, dict]:
   """Returns {name: schema} of the public methods.
 
@@ -71,35 +63,32 @@ def method_schema(method: Callable, label: str) -> dict:
   text = inspect.getdoc(method)
   if not text:
     raise InputError(f'{label}: has no docstring, which tells the model what the tool does')
-  docstring = _sections(text)
+  description, arguments, returns = _sections(text)
   hints = typing.get_type_hints(method)
   properties = {}
   required = []
   for p in inspect.signature(method).parameters.values():
     if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
       raise InputError(f'{label}: takes *{p.name}; name each argument')
-    if p.name not in hints or p.name not in docstring.arguments:
+    if p.name not in hints or p.name not in arguments:
       missing = 'type' if p.name not in hints else 'line under Args:'
       raise InputError(f'{label}: argument {p.name} has no {missing}')
-    properties[p.name] = {**_type(hints[p.name]), 'description': docstring.arguments[p.name]}
+    properties[p.name] = {**_type(hints[p.name]), 'description': arguments[p.name]}
     if p.default is p.empty:
       required.append(p.name)
   parameters = {'type': 'object', 'properties': properties}
   if required:
     parameters['required'] = required
-  function = dict(name=method.__name__, description=docstring.description, parameters=parameters)
-  if docstring.returns and 'return' in hints:
-    function['return'] = {**_type(hints['return']), 'description': docstring.returns}
+  function = dict(name=method.__name__, description=description, parameters=parameters)
+  if returns and 'return' in hints:
+    function['return'] = {**_type(hints['return']), 'description': returns}
   return {'type': 'function', 'function': function}
 
 
 def call_tool(environment: Any, name: str, arguments: dict, known: Iterable[str]) -> CallResult:
-  """Calls a tool; a value that is not a string becomes JSON.
+  """Calls one of the tools, whose names are `known`; a value that is not a string becomes JSON.
 
   Never raises: an exception of the tool is the error of the result.
-
-  Args:
-    known: names of the tools.
   """
   if name not in known:
     return CallResult(error=f'Unknown tool {name}; there are {", ".join(known)}')
@@ -115,7 +104,8 @@ def call_tool(environment: Any, name: str, arguments: dict, known: Iterable[str]
     return CallResult(str(value))
 
 
-def _sections(text: str) -> _Docstring:
+def _sections(text: str) -> tuple[str, dict[str, str], str]:
+  """Returns the description in a docstring, the lines under Args by argument, and the text under Returns."""
   parts = _SECTION.split(text)
   blocks = dict(zip(parts[1::2], parts[2::2]))
   arguments = {}
@@ -129,7 +119,7 @@ def _sections(text: str) -> _Docstring:
     elif name and line.strip():
       arguments[name] = f'{arguments[name]} {line.strip()}'.strip()
   returns = ' '.join(blocks.get('Returns', '').split())
-  return _Docstring(' '.join(parts[0].split()), arguments, returns)
+  return ' '.join(parts[0].split()), arguments, returns
 
 
 def _type(hint: Any) -> dict:

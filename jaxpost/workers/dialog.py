@@ -48,7 +48,6 @@ def passed(test: checks.Test, ask: Callable[[str], str | None], deadline: float)
   """Evaluates a test; True if it ends and every assertion holds.
 
   Args:
-    test: a test that `checks.read` returned.
     ask: sends a line to the solution and returns its answer, None if there is none.
     deadline: the time.monotonic() at which the test fails.
 
@@ -348,9 +347,8 @@ class Evaluator:
     return runner.distinct(set, self._ListComp(node, scope))
 
   def _DictComp(self, node, scope) -> dict:
-    pairs = list(self._rows(node.generators, scope, ast.Tuple([node.key, node.value], ast.Load())))
-    runner.distinct(set, [key for key, _ in pairs])
-    return dict(pairs)
+    pairs = self._rows(node.generators, scope, ast.Tuple([node.key, node.value], ast.Load()))
+    return runner.distinct(dict, list(pairs))
 
   def _rows(self, generators: list[ast.comprehension], scope, element: ast.expr) -> Iterator[Any]:
     """Yields the elements of a comprehension."""

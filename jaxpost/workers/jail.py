@@ -201,8 +201,6 @@ def exec_program(
   Args:
     command: arguments of the interpreter.
     pipes: {descriptor in the program: descriptor here}; all others are closed.
-    folder: the working directory.
-    root: True if this process is root and has to switch to NOBODY_ID.
     failure: descriptor that receives the text of an error before execve.
   """
   try:

@@ -9,8 +9,7 @@ function as process 1 inside them. Consequences for the function and its childre
   network   there is no interface but a loopback device that is down
   ipc, uts  System V objects, message queues and the host name are not the host's
 
-Needs Linux 5.12 or newer (mount_setattr), and a kernel that lets unprivileged users create user namespaces. Imports
-nothing of jaxpost.
+Needs Linux 5.12 or newer (mount_setattr), and a kernel that lets unprivileged users create user namespaces.
 """
 
 from __future__ import annotations
@@ -162,7 +161,6 @@ def enter(process_1: Callable[[], int], entered: int, mapped: int) -> int:
   """Creates the namespaces and forks their process 1; returns its exit code.
 
   Args:
-    process_1: the function that process 1 runs.
     entered: pipe to write to when the namespaces exist.
     mapped: pipe that carries a byte when the user ids are mapped.
   """

@@ -24,7 +24,7 @@ import collections.abc
 import json
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 DEPTH = 100  # limit of the levels of nested values
@@ -86,8 +86,7 @@ def decode(data: Any, kept: Callable[[int, str], Any], depth: int = 0) -> Any:
       return distinct(_TAGS[tag], items) if tag in 'sf' else _TAGS[tag](items)
     case ['d', *pairs]:
       items = [(decode(key, kept, depth + 1), decode(value, kept, depth + 1)) for key, value in pairs]
-      distinct(set, [key for key, _ in items])
-      return dict(items)
+      return distinct(dict, items)
     case ['i', str(digits)] if len(digits) <= BITS // 4 + 3:
       return int(digits, 16)
     case ['b', str(digits)]:
@@ -99,10 +98,11 @@ def decode(data: Any, kept: Callable[[int, str], Any], depth: int = 0) -> Any:
   raise ValueError('not a value')
 
 
-def distinct(kind: type, items: Sequence = ()) -> Any:
-  """Returns a set or frozenset; ValueError if so many hashes are equal that making it takes quadratic time."""
-  counts = collections.Counter(map(hash, items))
-  if len(items) > 1000 and max(counts.values()) > 100 and len(set(map(repr, items))) > len(counts) + 100:
+def distinct(kind: type, items: Collection = ()) -> Any:
+  """Returns a set, frozenset or dict; ValueError if so many hashes are equal that making it takes quadratic time."""
+  keys = [key for key, _ in items] if kind is dict else items
+  counts = collections.Counter(map(hash, keys))
+  if len(keys) > 1000 and max(counts.values()) > 100 and len(set(map(repr, keys))) > len(counts) + 100:
     raise ValueError('too many equal hashes')
   return kind(items)
 

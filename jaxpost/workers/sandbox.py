@@ -14,8 +14,7 @@ outlive its time limit, or use more memory and disk than its limits. The sandbox
 Not covered: the kernel is shared with the host. With `insecure=True` only the resource limits and that of total memory
 apply; everything that a program starts still ends with it.
 
-For each solution a new process runs jail.py, which builds the sandbox and reports one JSON line per program. Only the
-standard library is imported here.
+For each solution a new process runs jail.py, which builds the sandbox and reports one JSON line per program.
 """
 
 from __future__ import annotations
@@ -132,7 +131,6 @@ class _Jail:
   """A process that runs jail.py on one job; RewardError if it cannot set up the sandbox or ends early.
 
   Args:
-    limits: limits of the job.
     job: 'solution', 'inputs' (None for tests) and 'output_bytes'.
   """
 

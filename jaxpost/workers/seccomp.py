@@ -6,7 +6,7 @@ namespaces and mounts, System V shared memory and memory files (memfd_create), w
 whose flags a filter cannot read. A process can change only its own resource limits. Sockets are local (AF_UNIX) or of
 IP, in a network that has no interface.
 
-seccomp(2), Documentation/userspace-api/seccomp_filter.rst. Imports nothing of jaxpost but `namespaces`.
+seccomp(2), Documentation/userspace-api/seccomp_filter.rst.
 """
 
 from __future__ import annotations

@@ -45,17 +45,15 @@ class Cgroup:
       self._folder = parent / f'jaxpost-{os.getpid()}'
       try:
         self._folder.mkdir(exist_ok=True)
-        try:
-          (self._folder / limit).write_text(str(memory_mb * _MB))
-          if (self._folder / swap).exists():
-            (self._folder / swap).write_text(max_swap or str(memory_mb * _MB))
-          self.entrance = os.open(self._folder / 'cgroup.procs', os.O_WRONLY)
-          return
-        except OSError:
-          self._folder.rmdir()
-          raise
+        (self._folder / limit).write_text(str(memory_mb * _MB))
+        if (self._folder / swap).exists():
+          (self._folder / swap).write_text(max_swap or str(memory_mb * _MB))
+        self.entrance = os.open(self._folder / 'cgroup.procs', os.O_WRONLY)
+        return
       except OSError as error:
         errors.append(f'{error.filename}: {error.strerror}')
+        with contextlib.suppress(OSError):
+          self._folder.rmdir()
     raise OSError('; '.join(errors) or 'this system has none')
 
   def remove_stale(self) -> None:
