@@ -35,30 +35,20 @@ if TYPE_CHECKING:
 class Session:
   """The conversation of one agent so far, for `openai_server.Endpoint`.
 
-  `request` and `record_answer` alternate; `busy` is held in between.
-
-  Attributes:
-    known: the messages of the conversation, answers included.
-    last: the last sampled token.
-    begun: how often a conversation has started.
-    head: number of messages before the first answer.
-    between: tokens that the agent has added since the last answer.
-    new_context: the tokens of a request that starts over, until it is answered.
-    full: True after a request beyond the token limit of an episode.
-    busy: held while a request is in progress, as an episode has one at a time.
+  `request` and `record_answer` alternate; `busy` is held in between, as an episode has one request at a time.
   """
 
   episode: Episode
   turns: Turns
   limits: EpisodeLimits
   sampling: dict
-  known: list[dict] = dataclasses.field(default_factory=list)
-  last: int = -1
-  begun: int = 0
-  head: int = 0
-  between: list[int] = dataclasses.field(default_factory=list)
-  new_context: np.ndarray | None = None
-  full: bool = False
+  known: list[dict] = dataclasses.field(default_factory=list)  # the messages of the conversation, answers included
+  last: int = -1  # the last sampled token
+  begun: int = 0  # how often a conversation has started
+  head: int = 0  # number of messages before the first answer
+  between: list[int] = dataclasses.field(default_factory=list)  # tokens that the agent added after the last answer
+  new_context: np.ndarray | None = None  # the tokens of a request that starts over, until it is answered
+  full: bool = False  # True after a request beyond the token limit of an episode
   busy: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
   def context(self, body: dict, encode: Callable[[], np.ndarray]) -> tuple[np.ndarray, bool]:

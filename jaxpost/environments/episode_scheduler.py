@@ -49,8 +49,8 @@ class EpisodeScheduler:
     self.owner = owner
     self.episodes = episodes
     self.sampling = sampling
-    pools = {e.number: owner.pool.of(e.prompt) for e in episodes}
-    self.pools = {number: pool for number, pool in pools.items() if pool}  # of the episodes that have an environment
+    # {number: pool} of the episodes that have an environment
+    self.pools = {e.number: pool for e in episodes if (pool := owner.pool.of(e.prompt))}
     self.waiting = collections.deque(e for e in episodes if e.number in self.pools)
     # Prompts of sources without an environment have one turn and no tool.
     self.single = [request for e in episodes if e.number not in self.pools for request in self.begin(e, None)]

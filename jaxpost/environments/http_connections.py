@@ -1,8 +1,7 @@
 """HTTP/1.1 connections of the server: one thread moves the bytes of all clients, h11 reads and writes the protocol.
 
 An open connection costs a socket and its buffers, and no thread, so that 1,000 clients can wait for answers at the same
-time. A request has to be complete within `PATIENCE_S`, and a client that leaves ends its `Call`. openai_server.py
-interprets the requests and answers them.
+time. A request has to be complete within `PATIENCE_S`, and a client that leaves ends its `Call`.
 """
 
 from __future__ import annotations
@@ -55,22 +54,17 @@ class HttpError(Exception):
 
 @dataclasses.dataclass(eq=False)
 class Call:
-  """A request that is being answered.
-
-  Attributes:
-    headers: {name in lower case: value}.
-    client_left: True once the client has closed the connection.
-    futures: futures that the answer waits for; they are cancelled when the client leaves.
-    send_event: sends events of a stream, before the reply with the last of them; raises ConnectionError or TimeoutError
-      if the client does not read them.
-  """
+  """A request that is being answered."""
 
   method: str
   path: str
-  headers: dict[str, str]
+  headers: dict[str, str]  # {name in lower case: value}
+  # Sends events of a stream, before the reply with the last of them; raises ConnectionError or TimeoutError if the
+  # client does not read them.
   send_event: Callable[[str], Awaitable[None]]
   body: bytes = b''
-  client_left: bool = False
+  client_left: bool = False  # True once the client has closed the connection
+  # What the answer waits for, which is cancelled when the client leaves.
   futures: list[concurrent.futures.Future] = dataclasses.field(default_factory=list)
 
   def leave(self) -> None:
@@ -206,7 +200,7 @@ class _Connection:
       return False
     self.answering = True
     reply = await self._answer(call)
-    if reply is None:
+    if call.client_left:
       return False
     await self._send(reply)
     self.answering = False
@@ -247,8 +241,8 @@ class _Connection:
       self._protocol.receive_data(await self._reader.read(_PART))
     return event
 
-  async def _answer(self, call: Call) -> Reply | None:
-    """Returns the reply; None if the client has left, which cancels the call."""
+  async def _answer(self, call: Call) -> Reply:
+    """Returns the reply; if the client leaves, that cancels the call."""
     answer = asyncio.ensure_future(self._owner.answer(call))
     try:
       while not answer.done() and not call.client_left and len(self._protocol.trailing_data[0]) < _PART:
@@ -261,11 +255,10 @@ class _Connection:
           call.leave()
         else:  # the next request, sent early
           self._protocol.receive_data(received.result())
-      reply = await answer  # also of a call that has been left: it may hold the session of an agent
+      return await answer  # also of a call that has been left: it may hold the session of an agent
     except asyncio.CancelledError:
       call.leave()
       raise
-    return None if call.client_left else reply
 
   async def _send(self, reply: Reply) -> None:
     """Sends a reply, or the end of a stream of events; TimeoutError if the client does not read it."""

@@ -1,7 +1,4 @@
-"""Translates bodies of OpenAI's API into requests of the engine, and completions into response bodies.
-
-The HTTP server that uses it is openai_server.py.
-"""
+"""Translates bodies of OpenAI's API into requests of the engine, and completions into response bodies."""
 
 from __future__ import annotations
 

@@ -250,11 +250,7 @@ class Endpoint:
     return scores
 
   async def _generate(self, job: _Job) -> list[Completion]:
-    """Waits for the completions of the requests of a body, and sends the events of a stream until then.
-
-    Raises:
-      CancelledError: of concurrent.futures, if the server ends or the client leaves.
-    """
+    """Waits for the completions of the requests of a body; sends the events of a stream. Raises as `_answer` does."""
     answers = [Answer() for _ in job.requests]
     job.call.futures = [*answers]
     arrived: asyncio.Queue[tuple[int, np.ndarray] | None] = asyncio.Queue()

@@ -23,12 +23,9 @@ _TICK_S = 0.2  # seconds between checks whether to stop
 
 
 class Answer(concurrent.futures.Future):
-  """A future of the `Completion` of a request; `cancel` frees its slot.
+  """A future of the `Completion` of a request; `cancel` frees its slot."""
 
-  Attributes:
-    on_tokens: called by `SharedEngines.serve` with the token ids of each block.
-  """
-
+  # Called by `SharedEngines.serve` with the token ids of each block.
   on_tokens: Callable[[np.ndarray], None] | None = None
 
 
@@ -147,8 +144,7 @@ class FairLock:
       self._queue.popleft()
       self._changed.notify_all()
 
-  def __enter__(self) -> None:
-    self.acquire()
+  __enter__ = acquire
 
   def __exit__(self, *unused) -> None:
     self.release()

@@ -30,23 +30,14 @@ class RewardError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
-  """A reward function and the arguments in its signature.
+  """A reward function and the arguments in its signature."""
 
-  Attributes:
-    name: the name in metrics and errors.
-    fn: the callable.
-    takes: names of its parameters.
-    takes_columns: True if it has a **columns parameter.
-    needs: names of the parameters without a default; 'a|b' is satisfied by either.
-    file: the source file, for error messages.
-  """
-
-  name: str
+  name: str  # in metrics and errors
   fn: Callable
-  takes: tuple[str, ...]
-  takes_columns: bool
-  needs: tuple[str, ...]
-  file: str
+  takes: tuple[str, ...]  # names of its parameters
+  takes_columns: bool  # True if it has a **columns parameter
+  needs: tuple[str, ...]  # names of the parameters without a default; 'a|b' is satisfied by either
+  file: str  # the source file, for error messages
 
 
 def load(name: str, fn: Callable) -> Reward:

@@ -332,11 +332,9 @@ def worker_variables(needed: Sequence[str] = ()) -> tuple[dict[str, str], list[s
   for name in needed:
     if name not in os.environ:
       raise InputError(f'reward: no environment variable {name} is set')
-
-  def passes(name: str, value: str) -> bool:
-    return name in needed or bool(_PASSED.fullmatch(name) or _PROXY.fullmatch(name) and '@' not in value)
-
-  variables = {k: v for k, v in os.environ.items() if passes(k, v)}
+  variables = {
+    k: v for k, v in os.environ.items() if k in needed or _PASSED.fullmatch(k) or _PROXY.fullmatch(k) and '@' not in v
+  }
   dropped = sorted(os.environ.keys() - variables.keys())
   root = str(pathlib.Path(__file__).resolve().parents[2])
   paths = (root, os.environ.get('PYTHONPATH', ''))
