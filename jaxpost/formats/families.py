@@ -17,7 +17,6 @@ from jaxpost.formats.family import DEEPSEEK_ROUTER, MULTIPLIERS, TAKEN_BY_EXPERT
 # Groups of fields that several families read.
 _LAYERS = ('sliding_window', 'layer_types')
 _QWEN_LAYERS = (*_LAYERS, 'use_sliding_window', 'max_window_layers')
-_SCALED_ATTENTION = ('query_pre_attn_scalar', 'attn_logit_softcapping', 'final_logit_softcapping')
 
 # Facts that several families share.
 _GEMMA = dict(norm_offset=1.0, embed_scale='sqrt')  # of hidden_size
@@ -34,21 +33,13 @@ _QWEN_DEFAULTS = dict(num_key_value_heads=32, sliding_window=4096, max_window_la
 
 _MIXTRAL_NAMES = {'mlp': 'block_sparse_moe', 'gate_proj': 'w1', 'up_proj': 'w3', 'down_proj': 'w2'}
 _ERNIE_DEFAULTS = dict(rms_norm_eps=1e-5, rope_theta=5e5, tie_word_embeddings=True, max_position_embeddings=131_072)
-_ERNIE_ROUTER = ExpertFields(
-  num='moe_num_experts',
-  size='moe_intermediate_size',
-  normalize=True,
-  shared='moe_num_shared_experts',
-  first_dense='moe_layer_start_index',
-  choice_bias=True,
-)
 
 _GEMMA2 = Family(
   architecture='Gemma2ForCausalLM',
   activation_field='hidden_activation',
   fixed=_GEMMA | dict(norms='both'),
   window=2,
-  reads=('attention_bias', *_LAYERS, *_SCALED_ATTENTION),
+  reads=('attention_bias', *_LAYERS, 'query_pre_attn_scalar', 'attn_logit_softcapping', 'final_logit_softcapping'),
   defaults=dict(
     num_key_value_heads=4,
     head_dim=256,
@@ -247,7 +238,14 @@ FAMILIES = {
     interleaved=True,
     extra_layers=True,
     lost_adapters=TAKEN_BY_EXPERTS,
-    experts=_ERNIE_ROUTER,
+    experts=ExpertFields(
+      num='moe_num_experts',
+      size='moe_intermediate_size',
+      normalize=True,
+      shared='moe_num_shared_experts',
+      first_dense='moe_layer_start_index',
+      choice_bias=True,
+    ),
     names={'gate.e_score_correction_bias': 'moe_statics.e_score_correction_bias'},
     rows=('layers/router_choice',),
     aliases={'moe_k': 'num_experts_per_tok', 'num_experts': 'moe_num_experts'},

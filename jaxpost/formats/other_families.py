@@ -55,22 +55,6 @@ DEEPSEEK = Family(
   ),
 )
 
-MISTRAL4 = Family(
-  architecture='Mistral4ForCausalLM',
-  latent=True,
-  experts=dataclasses.replace(DEEPSEEK_ROUTER, sigmoid=False, choice_bias=False),
-  fused=fused_experts('model.layers.{}.mlp.experts.%s_proj', 'transposed'),
-  rope=dict(rope_type='yarn', rope_theta=1e4, factor=128.0, original_max_position_embeddings=8192)
-  | dict(beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1),
-  reads=(*DEEPSEEK.reads, QUERY_SCALE),
-  aliases=DEEPSEEK.aliases,
-  ignored=('qk_head_dim',),
-  defaults=DEEPSEEK.defaults
-  | dict(kv_lora_rank=256, q_lora_rank=1024, qk_nope_head_dim=64, max_position_embeddings=1_048_576)
-  | dict(first_k_dense_replace=0, n_routed_experts=128, num_experts_per_tok=4, n_group=1, topk_group=1)
-  | dict(routed_scaling_factor=1.0),
-)
-
 DEEPSEEK_SPARSE = dataclasses.replace(
   DEEPSEEK,
   architecture='DeepseekV32ForCausalLM',
@@ -95,7 +79,21 @@ FAMILIES = {
     | dict(max_position_embeddings=202_752, rms_norm_eps=1e-5),
   ),
   'kimi_k2': dataclasses.replace(DEEPSEEK, written_as='deepseek_v3'),
-  'mistral4': MISTRAL4,
+  'mistral4': Family(
+    architecture='Mistral4ForCausalLM',
+    latent=True,
+    experts=dataclasses.replace(DEEPSEEK_ROUTER, sigmoid=False, choice_bias=False),
+    fused=fused_experts('model.layers.{}.mlp.experts.%s_proj', 'transposed'),
+    rope=dict(rope_type='yarn', rope_theta=1e4, factor=128.0, original_max_position_embeddings=8192)
+    | dict(beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1),
+    reads=(*DEEPSEEK.reads, QUERY_SCALE),
+    aliases=DEEPSEEK.aliases,
+    ignored=('qk_head_dim',),
+    defaults=DEEPSEEK.defaults
+    | dict(kv_lora_rank=256, q_lora_rank=1024, qk_nope_head_dim=64, max_position_embeddings=1_048_576)
+    | dict(first_k_dense_replace=0, n_routed_experts=128, num_experts_per_tok=4, n_group=1, topk_group=1)
+    | dict(routed_scaling_factor=1.0),
+  ),
   'gemma4_text': Family(
     architecture='Gemma4ForCausalLM',
     mixed=True,
