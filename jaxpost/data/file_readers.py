@@ -1,20 +1,16 @@
 """Reads whole delimited, parquet, Arrow and ArrayRecord files; `files.py` describes the interface of a reader."""
 
-from __future__ import annotations
-
 import csv
 import functools
 import importlib
 import io
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
+
+from etils import epath
 
 from jaxpost.data import files
 from jaxpost.errors import InputError
-
-if TYPE_CHECKING:
-  from types import ModuleType
-
-  from etils import epath
 
 PARQUET = 'pyarrow', 'pyarrow.lib', 'pyarrow.parquet'
 ARRAY_RECORD = 'array_record.python', 'array_record.python.array_record_module'

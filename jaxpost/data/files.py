@@ -5,18 +5,15 @@ The place of a row is (prefix, number): ('a.jsonl:', 12) is printed as 'a.jsonl:
 `source_files.FORMATS` has the reader of each suffix.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import zlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from etils import epath
 
 from jaxpost.errors import InputError
-
-if TYPE_CHECKING:
-  from etils import epath
 
 _SEPARATOR = '<|endoftext|>'
 NumberedRows = Iterator[tuple[int, Any]]

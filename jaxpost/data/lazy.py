@@ -13,16 +13,13 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from etils import epath
 
 from jaxpost.data import file_readers, files
 from jaxpost.errors import InputError
-
-if TYPE_CHECKING:
-  from etils import epath
-
 
 _CHUNK = 1 << 22  # bytes that the search for line breaks reads at a time
 _PIECE = 1 << 16  # bytes of a row group on the local disk that are read for one row

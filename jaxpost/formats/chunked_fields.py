@@ -4,19 +4,14 @@ In Llama 4, layers with rotary embeddings attend inside chunks of a document. La
 document, with queries that are scaled by position. Some layers have experts, others a dense MLP.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxpost.errors import InputError
 from jaxpost.formats.config_fields import check_positive, check_whole
-from jaxpost.formats.family import FULL, ORIGINAL, QUERY_SCALE
+from jaxpost.formats.family import FULL, ORIGINAL, QUERY_SCALE, Family
 from jaxpost.models.attention_configs import ChunkedConfig
 from jaxpost.models.config import ModelConfig, Rope
-
-if TYPE_CHECKING:
-  from jaxpost.formats.family import Family
 
 _CHUNKED = 'chunked_attention'  # of `layer_types`
 

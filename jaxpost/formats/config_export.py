@@ -1,16 +1,11 @@
 """ModelConfig -> config.json, for every family in `families.FAMILIES`: the inverse of `config_json.from_hf`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxpost.formats import families
-from jaxpost.formats.family import ACTIVATIONS, FULL, LOCAL, ORIGINAL, SCALARS
+from jaxpost.formats.family import ACTIVATIONS, FULL, LOCAL, ORIGINAL, SCALARS, Family
 from jaxpost.models.config import CustomConfig, ModelConfig, Rope
-
-if TYPE_CHECKING:
-  from jaxpost.formats.family import Family
 
 
 def to_hf(

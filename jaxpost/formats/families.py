@@ -6,8 +6,6 @@ has yet needs a line in a dictionary that gives its meaning, in `family` (`SCALA
 (`_NEUTRAL`), and one for its type in `config_fields` (`_INTEGERS`, `_POSITIVE` or `_BOOLEANS`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

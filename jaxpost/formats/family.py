@@ -4,8 +4,6 @@
 writes one, use this module.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple

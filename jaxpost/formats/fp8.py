@@ -6,8 +6,6 @@ up: one scale per block, by which its values are multiplied. `weight_block_size`
 without that field, a matrix has one scale.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

@@ -4,20 +4,15 @@ There are five kinds of such families: 'delta' (Qwen3-Next, Qwen3.5, OLMo Hybrid
 attention), 'convolution' (LFM2), 'state_space' (Granite 4) and 'nemotron' (state spaces and layers of one part each).
 """
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxpost.errors import InputError
 from jaxpost.formats import latent_fields
 from jaxpost.formats.config_fields import check_boolean, check_positive, check_whole
-from jaxpost.formats.family import FULL
+from jaxpost.formats.family import FULL, Family
 from jaxpost.models.config import ModelConfig, Rope
 from jaxpost.models.hybrid_config import HybridConfig
-
-if TYPE_CHECKING:
-  from jaxpost.formats.family import Family
 
 _LINEAR = 'linear_attention'  # of `layer_types`
 # Kind -> {name in `layer_types`: name in `HybridConfig.mixers`}: attention, the other mixer, and layers without either.

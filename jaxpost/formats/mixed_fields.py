@@ -1,18 +1,13 @@
 """Fields of config.json of models with heads of two sizes (`Family.mixed`) <-> fields of MixedConfig."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxpost.errors import InputError
 from jaxpost.formats.config_fields import check_boolean, check_whole
-from jaxpost.formats.family import FULL
+from jaxpost.formats.family import FULL, Family
 from jaxpost.models.attention_configs import MixedConfig
 from jaxpost.models.config import ModelConfig
-
-if TYPE_CHECKING:
-  from jaxpost.formats.family import Family
 
 
 def read(raw: dict[str, Any], cfg: ModelConfig, where: str, _family: Family) -> MixedConfig:

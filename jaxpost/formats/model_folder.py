@@ -3,8 +3,6 @@
 `stack` arguments close the files that are opened.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import pathlib

@@ -6,8 +6,6 @@ expert, which `peft` joins for the modules of `transformers`; the joined form ca
 Legend: r rank of an adapter.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging
@@ -15,7 +13,6 @@ import math
 import pathlib
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import safetensors.numpy
@@ -27,11 +24,9 @@ from jaxpost.formats.peft_layout import CONFIG, WEIGHTS
 from jaxpost.formats.tensor_layout import Stored
 from jaxpost.models import lora, parameters, transformer
 from jaxpost.models import model as model_lib
+from jaxpost.models.config import ModelConfig
+from jaxpost.models.model import Model
 from jaxpost.storage import object_store, seals
-
-if TYPE_CHECKING:
-  from jaxpost.models.config import ModelConfig
-  from jaxpost.models.model import Model
 
 # Field of adapter_config.json -> supported values; with others, the adapter would compute something else.
 _SUPPORTED = {

@@ -8,20 +8,16 @@ own, R = 2 r: then those of gate come first.
 Legend: E experts, F size of an expert, D size of the model, r rank of an adapter, R rank of a tensor.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from etils import epath
 
 from jaxpost.errors import InputError
 from jaxpost.formats import families, peft_layout, tensor_layout
-
-if TYPE_CHECKING:
-  from jaxpost.models.config import ModelConfig
+from jaxpost.models.config import ModelConfig
 
 _PARAMETER = {'gate': 'gate_up_proj', 'up': 'gate_up_proj', 'down': 'down_proj'}  # matrix -> parameter with it
 

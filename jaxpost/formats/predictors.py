@@ -3,8 +3,6 @@
 Exports copy them from the original folder. One of them can be trained (`with_module`). Sampling does not use them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import re

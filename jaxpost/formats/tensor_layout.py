@@ -4,22 +4,17 @@ Matrices are stored as [outputs, inputs], each flattened to one dimension, and t
 family keeps several parameters in one tensor, they are its rows, in the order of the table.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxpost.formats import families
 from jaxpost.models import transformer
+from jaxpost.models.config import ModelConfig
 from jaxpost.models.parameters import Param, input_dims, is_mtp
-
-if TYPE_CHECKING:
-  from jaxpost.models.config import ModelConfig
 
 AXES = {'joined': 2, 'transposed': 1}  # the dimension of a tensor in which parameters follow each other
 
