@@ -15,6 +15,7 @@ from jaxpost.formats.family import DEEPSEEK_ROUTER, MULTIPLIERS, TAKEN_BY_EXPERT
 # Groups of fields that several families read.
 _LAYERS = ('sliding_window', 'layer_types')
 _QWEN_LAYERS = (*_LAYERS, 'use_sliding_window', 'max_window_layers')
+_SCALED_ATTENTION = ('query_pre_attn_scalar', 'attn_logit_softcapping', 'final_logit_softcapping')
 
 # Facts that several families share.
 _GEMMA = dict(norm_offset=1.0, embed_scale='sqrt')  # of hidden_size
@@ -31,13 +32,21 @@ _QWEN_DEFAULTS = dict(num_key_value_heads=32, sliding_window=4096, max_window_la
 
 _MIXTRAL_NAMES = {'mlp': 'block_sparse_moe', 'gate_proj': 'w1', 'up_proj': 'w3', 'down_proj': 'w2'}
 _ERNIE_DEFAULTS = dict(rms_norm_eps=1e-5, rope_theta=5e5, tie_word_embeddings=True, max_position_embeddings=131_072)
+_ERNIE_ROUTER = ExpertFields(
+  num='moe_num_experts',
+  size='moe_intermediate_size',
+  normalize=True,
+  shared='moe_num_shared_experts',
+  first_dense='moe_layer_start_index',
+  choice_bias=True,
+)
 
 _GEMMA2 = Family(
   architecture='Gemma2ForCausalLM',
   activation_field='hidden_activation',
   fixed=_GEMMA | dict(norms='both'),
   window=2,
-  reads=('attention_bias', *_LAYERS, 'query_pre_attn_scalar', 'attn_logit_softcapping', 'final_logit_softcapping'),
+  reads=('attention_bias', *_LAYERS, *_SCALED_ATTENTION),
   defaults=dict(
     num_key_value_heads=4,
     head_dim=256,
@@ -236,14 +245,7 @@ FAMILIES = {
     interleaved=True,
     extra_layers=True,
     lost_adapters=TAKEN_BY_EXPERTS,
-    experts=ExpertFields(
-      num='moe_num_experts',
-      size='moe_intermediate_size',
-      normalize=True,
-      shared='moe_num_shared_experts',
-      first_dense='moe_layer_start_index',
-      choice_bias=True,
-    ),
+    experts=_ERNIE_ROUTER,
     names={'gate.e_score_correction_bias': 'moe_statics.e_score_correction_bias'},
     rows=('layers/router_choice',),
     aliases={'moe_k': 'num_experts_per_tok', 'num_experts': 'moe_num_experts'},
@@ -337,8 +339,9 @@ def own_fields(family: Family) -> Any:
   """Returns the module that reads and writes the fields of layers that Llama lacks; None if there are none.
 
   Its read(raw, cfg, where, family) returns the config of a folder, from the common fields `cfg` and its config.json
-  `raw`, and raises InputError, which names the field, for values that are impossible or not supported. The inverse is
-  write(cfg, family). Some modules also have completed(raw, family, where), which derives fields that are left out.
+  `raw`. The inverse is write(cfg, family). Some modules also have completed(raw, family, where), which derives fields
+  that are left out. Both readers raise InputError, which names the field, for values that are impossible or not
+  supported.
   """
   module: Any = None
   if family.hybrid:
