@@ -210,7 +210,6 @@ class Lines(RandomAccess):
     return i + 1 if self._numbers is None else int(self._numbers[i])
 
   def where(self, i: int) -> str:
-    """Returns the place of a row, for errors."""
     return f'{self._name}:{self._number(i)}'
 
 

@@ -30,7 +30,6 @@ class Chain:
     return part[n]
 
   def where(self, i: int) -> str:
-    """Returns the place of a row, see `Rows.where`."""
     part, n = self._find(i)
     return part.where(n)
 
@@ -76,7 +75,6 @@ class First:
     return self._rows[self._place(i)]
 
   def where(self, i: int) -> str:
-    """Returns the place of a row, see `Rows.where`."""
     return self._rows.where(self._place(i))
 
   def _place(self, i: int) -> int:

@@ -80,7 +80,6 @@ class SharedStream(loader.PackedStream):
     return batch_and_info
 
   def close(self) -> None:
-    """Stops the thread; the next batch starts it again."""
     if self._channel is not None:
       self._channel.closed.set()
     super().close()

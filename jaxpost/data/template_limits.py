@@ -102,15 +102,11 @@ class _Counted(visitor.NodeTransformer):
     self.generic_visit(node)
     return _hook('limited_text', *node.nodes)
 
-  def visit_List(self, node: nodes.List | nodes.Dict) -> nodes.Node:
+  def visit_Tuple(self, node: nodes.Literal) -> nodes.Node:
     self.generic_visit(node)
-    return _hook('limited_value', node)
+    return _hook('limited_value', node) if getattr(node, 'ctx', 'load') == 'load' else node  # others are targets
 
-  visit_Dict = visit_List
-
-  def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
-    self.generic_visit(node)
-    return _hook('limited_value', node) if node.ctx == 'load' else node
+  visit_List = visit_Dict = visit_Tuple
 
 
 def _hook(name: str, *args: nodes.Node) -> nodes.Call:

@@ -198,11 +198,7 @@ def scalars(raw: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def experts(raw: dict[str, Any], family: Family, where: str) -> Experts | None:
-  """Returns `ModelConfig.experts`, None for dense models.
-
-  Raises:
-    InputError: for values that are impossible or not supported; it names the field.
-  """
+  """Returns `ModelConfig.experts`, None for dense models; InputError for impossible or unsupported values."""
   fields = family.experts
   if fields is None or not raw.get(fields.switch, True):  # no family has a field called ''
     return None

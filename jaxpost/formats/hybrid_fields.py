@@ -60,11 +60,7 @@ def _kind(family: Family) -> str:
 
 
 def completed(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
-  """Returns a config.json with `layer_types`, and with other fields that are derived if they are left out.
-
-  Raises:
-    InputError: for a pattern of layers that is impossible; it names the field.
-  """
+  """Returns a config.json with `layer_types` and other derived fields; see `families.own_fields`."""
   complete, _ = _READERS[_kind(family)]
   return raw | complete(raw, where)
 

@@ -23,11 +23,7 @@ _INDEXED = 'indexed_attention'  # of `layer_types`
 
 
 def completed(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
-  """Returns `raw` with the per-layer fields of `transformers` 5 in their older spelling.
-
-  Raises:
-    InputError: for lists of layers that are not supported.
-  """
+  """Returns `raw` with the per-layer fields of `transformers` 5 in their older spelling; see `families.own_fields`."""
   if 'index_topk' not in family.fields:
     return raw
   layers = raw['num_hidden_layers']

@@ -63,9 +63,8 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
     pickles = [name for name in names if name.endswith(_PICKLES)]
     if pickles:
       raise InputError(
-        f'{folder / pickles[0]}: pickled weights can run code and are not '
-        'read; convert to safetensors with transformers: AutoModelForCausal'
-        'LM.from_pretrained(folder).save_pretrained(new_folder)'
+        f'{folder / pickles[0]}: pickled weights can run code and are not read; convert to safetensors with '
+        'transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)'
       )
     raise InputError(f'{folder}: no weights ({SINGLE} or {INDEX}); the folder has {", ".join(names[:8]) or "nothing"}')
   index = object_store.read_json(path).get('weight_map')

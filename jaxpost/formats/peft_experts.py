@@ -68,9 +68,8 @@ def split(
   @functools.lru_cache(maxsize=1)  # all experts of a layer are read one after the other
   def read(name: str, check: bool) -> Any:
     value = tensors[name][:]
-    if check:
-      if value[size:, : rank * experts].any() or value[:size, rank * experts :].any():
-        raise peft_layout.other_model(folder, f'tensor {name} mixes gate and up')
+    if check and (value[size:, : rank * experts].any() or value[:size, rank * experts :].any()):
+      raise peft_layout.other_model(folder, f'tensor {name} mixes gate and up')
     return value
 
   for path, stored in rows.items():
