@@ -265,7 +265,6 @@ class MetricsWriter(contextlib.AbstractContextManager):
     kept = [row for row in rows if is_kept(row['stage'], row['step'], row['split'])]
     text = ''.join(json.dumps(row) + '\n' for row in kept)
     object_store.write_text(self.path, text)
-    # Object stores cannot append: there flush() writes the whole file.
     self._file = io.StringIO() if self._remote else open(self.path, 'a', 1)
     self._file.write(text if self._remote else '')
     self._size, self._crc = len(text.encode()), zlib.crc32(text.encode())

@@ -21,7 +21,6 @@ from jaxpost.monitor import display, metrics
 from jaxpost.monitor.metrics import ROW_KEYS, is_clock_key, read_growing, read_rows
 from jaxpost.storage import object_store, seals
 
-_SHARES = (0.05, 0.5, 0.95)  # percentiles of samples
 _TOTALS = ('failed_groups', 'timeouts', 'episodes/failed')  # train metrics whose figure is the sum over the stage
 
 
@@ -61,7 +60,6 @@ def _stages(rows: Sequence[dict]) -> dict[str, dict[str, list[dict]]]:
 
 
 def _held_out(splits: Mapping[str, list[dict]]) -> list[dict]:
-  """Returns the rows of every split but train."""
   return [row for split, rows in splits.items() if split != 'train' for row in rows]
 
 
@@ -71,7 +69,6 @@ def _values(rows: Sequence[Mapping], key: str) -> list[Any]:
 
 
 def _keys(rows: Sequence[Mapping]) -> set[str]:
-  """Returns the keys of all rows."""
   return {key for row in rows for key in row}
 
 
@@ -172,7 +169,7 @@ def _percentiles(rows: Sequence[dict]) -> dict[str, list[float]]:
   for key in ('reward', 'length'):
     values = sorted(row[key] for row in rows if isinstance(row.get(key), (int, float)))
     if len(values) > 1:
-      out[key] = [values[round(share * (len(values) - 1))] for share in _SHARES]
+      out[key] = [values[round(share * (len(values) - 1))] for share in (0.05, 0.5, 0.95)]
   return out
 
 
@@ -325,7 +322,11 @@ def start_of_run(workdir: epath.Path) -> dict[str, Any]:
   for name, stage in (last.get('stages') or {}).items():
     facts[name] = f'{stage.get("rows")} rows, {stage.get("steps")} steps of {stage.get("batch")}'
   shown = {label: str(value) for label, value in facts.items() if value not in (None, '')}
-  recipe, overrides = _recipe(words)
+  overrides = {
+    flag.partition('.')[2]: 'False' if flag.startswith('--no') else 'True' if value is None else value
+    for flag, value in config_flags(words)
+  }
+  recipe = overrides.pop('', '')  # --config itself has no field
   return dict(facts=shown, changes=last.get('changes') or {}, count=len(rows), recipe=recipe, overrides=overrides)
 
 
@@ -335,15 +336,6 @@ def config_flags(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     if match := re.fullmatch(r'--?((?:no)?config(?:\.[^=]+)?)(?:=(.*))?', word, re.DOTALL):
       flag, value = match.groups()
       yield f'--{flag}', following if value is None and not following.startswith('-') else value
-
-
-def _recipe(words: Sequence[str]) -> tuple[str, dict[str, str]]:
-  """Returns (config file with its arguments, {field: text of its override}) of a command line."""
-  texts = {
-    flag.partition('.')[2]: 'False' if flag.startswith('--no') else 'True' if value is None else value
-    for flag, value in config_flags(words)
-  }
-  return texts.pop('', ''), texts  # --config itself has no field
 
 
 def title(key: str) -> str:

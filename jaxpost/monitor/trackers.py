@@ -59,14 +59,12 @@ def _wandb(options: Any, folder: str) -> Client:
   def define(stage: str) -> None:
     run.define_metric(f'{stage}/*', step_metric=f'{stage}/step')
 
-  def file(path: str) -> None:
-    run.save(path, base_path=folder, policy='now')
-
   def show(stage: str, step: int, rows: Sequence[Mapping]) -> None:
     columns = ['split', 'prompt', 'completion', 'reward']
     data = [[row.get(c) if c == 'reward' else str(row.get(c, '')) for c in columns] for row in rows[-8:]]
     run.log({f'{stage}/samples': wandb.Table(columns=columns, data=data), f'{stage}/step': step})
 
+  file = functools.partial(run.save, base_path=folder, policy='now')
   return Client(lambda values, step: run.log(values), file, run.finish, define, show)
 
 
@@ -177,9 +175,6 @@ def _left_out(name: str, what: str, error: BaseException) -> None:
   if not isinstance(error, Exception):  # such as KeyboardInterrupt or SystemExit
     raise error
   logging.warning(
-    '%s failed at %s and is left out from here on (%s: %s); metrics.jsonl has everything',
-    name,
-    what,
-    type(error).__name__,
-    error,
+    f'{name} failed at {what} and is left out from here on ({type(error).__name__}: {error}); '
+    'metrics.jsonl has everything'
   )

@@ -6,6 +6,7 @@ a callable. All but a callable accept options: 'name?key=value&key=value' (optio
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 
@@ -76,10 +77,8 @@ def short_names(specs: Sequence[str | Callable]) -> tuple[str, ...]:
       raise InputError(f'reward: {spec} is given twice; use reward_weights')
     same = [b for b, s in zip(bases, short) if s == short[i] and b != bases[i]]
     name = bases[i] if same and isinstance(spec, str) else short[i]
-    number = 1
-    while (name if number == 1 else f'{name}_{number}') in names:
-      number += 1  # the same function with other options
-    names.append(name if number == 1 else f'{name}_{number}')
+    numbered = (f'{name}_{number}' for number in itertools.count(2))  # the same function with other options
+    names.append(next(free for free in itertools.chain([name], numbered) if free not in names))
   return tuple(names)
 
 

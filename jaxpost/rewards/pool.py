@@ -51,9 +51,8 @@ class RewardPool(contextlib.AbstractContextManager):
   that an option called *_env names, and `env_vars`.
 
   Args:
-    rewards: a spec or several (builtin.py): a builtin name, 'pkg.module:fn' or './file.py:fn', each with optional
-      '?option=value', or a callable. A callable runs in a thread of this process, one call at a time, and cannot be
-      killed.
+    rewards: a spec or several, see builtin.py. A callable runs in a thread of this process, one call at a time, and
+      cannot be killed.
     weights: one number per function; default 1.
     workers: number of processes; each grades one group at a time.
     timeout_s: seconds for one call of one function.
@@ -299,18 +298,16 @@ class RewardPool(contextlib.AbstractContextManager):
         logged.extend(map(tuple, reply['logged']))
       return _Reply(values)
     except TimeoutError:
-      text = f'no answer in {self._timeout_s:g} s{worker.kill()}'
-      timed_out = True
+      failed = _Reply(values, f'reward {name}: no answer in {self._timeout_s:g} s{worker.kill()}', timed_out=True)
     except process.WorkerDied as error:
-      text = f'the worker {error}'
-      timed_out = False
+      failed = _Reply(values, f'reward {name}: the worker {error}')
     finally:
       printed, count = worker.take_printed('rewards')
       if count and self._console:
         self._console.show(worker, printed, count - process.TAIL)
     if retry and not started:  # This group is not the cause.
       return self._ask(worker, line, logged, names, retry=False)
-    return _Reply(values, f'reward {name}: {text}', timed_out)
+    return failed
 
   def _sums(self, components: dict[str, list[float | None]], size: int) -> list[float | None]:
     """Returns the weighted sum of the rewards of each completion of a group, or None.

@@ -38,7 +38,6 @@ class Controller:
   """An iterator of `types.Item`, one per step, resumable at every step.
 
   Attributes:
-    config: the config of the stage.
     sampler: an engine, an environment, recorded rollouts or demonstrations.
     step_shape: fixed shape of a batch of all sequences of a step; update_shape: that of a minibatch.
     engine: runs the sampler's programs; None where the sampler needs no weights.

@@ -55,10 +55,8 @@ class Curriculum:
     if index % len(self.stream) == 0:
       if index and self.drawn < min(self.per_step, len(self.stream)):
         logging.warning(
-          '%d of %d prompts are left to draw, and a step takes %d; all are drawn again (config.rl.curriculum)',
-          self.drawn,
-          len(self.stream),
-          self.per_step,
+          f'{self.drawn} of {len(self.stream)} prompts are left to draw, and a step takes {self.per_step}; '
+          'all are drawn again (config.rl.curriculum)'
         )
         self.rates.clear()
       self.drawn = 0

@@ -47,8 +47,7 @@ class DemonstrationSampler:
 
   def from_data(self, step: int) -> bool:
     """Returns True for a step that takes the answers of the data."""
-    draw = np.random.default_rng((self.seed, step, _STREAM)).random()
-    return draw < self.share
+    return np.random.default_rng((self.seed, step, _STREAM)).random() < self.share
 
   def __call__(
     self, prompts: Sequence[Prompt], group_size: int, step: int, on_dispatch: OnDispatch | None = None, **sampling: Any

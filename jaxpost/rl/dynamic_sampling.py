@@ -36,14 +36,10 @@ def needs_more_groups(pending: PendingRollout, step: int, num_groups: int, max_r
   if num_rounds < max_rounds:
     return True
   pending.info['dynamic_sampling/missing'] = int(num_groups - num_varied)
+  reward = f'reward {pending.grader.correct_by}'.rstrip()
   logging.warning(
-    'step %d: %d of %d groups differ in reward%s after %d rounds; the '
-    'update goes on with these (config.rl.dynamic_sampling)',
-    step + 1,
-    num_varied,
-    num_groups,
-    pending.grader.correct_by and f' {pending.grader.correct_by}',
-    num_rounds,
+    f'step {step + 1}: {num_varied} of {num_groups} groups differ in {reward} after {num_rounds} rounds; '
+    'the update goes on with these (config.rl.dynamic_sampling)'
   )
   return False
 
@@ -118,9 +114,8 @@ class Surplus:
 
   def restore(self, state: list[str]) -> None:
     """Continues from `state`; the workers grade the groups again."""
-    self.waiting = [self.grader.submit(rollout_codec.from_text(text)).rounds[0] for text in state]
-    for round_ in self.waiting:
-      round_.from_earlier_step = True
+    rounds = [self.grader.submit(rollout_codec.from_text(text)).rounds[0] for text in state]
+    self.waiting = [dataclasses.replace(round_, from_earlier_step=True) for round_ in rounds]
 
 
 def _num_groups(rounds: list[Round]) -> int:

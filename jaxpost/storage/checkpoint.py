@@ -77,11 +77,11 @@ class Checkpointer:
       self._folder = self._folder.expanduser().resolve()
     # For an object store, a single process lets Orbax write to this local folder, which is then uploaded. Several
     # processes write to the store together, which Orbax supports on gs:// only.
-    self._spool = None
+    self._remote = self._spool = None
     if object_store.is_remote(folder) and coordination.process_count() == 1:
       from jaxpost.storage import remote
 
-      self._spool = epath.Path(remote.folder())
+      self._remote, self._spool = remote, epath.Path(remote.folder())
     elif str(folder).startswith('s3://'):
       raise errors.InputError(
         f'{folder}: several processes can keep checkpoints on gs:// or on a disk that all of them share; mount the '
@@ -244,9 +244,7 @@ class Checkpointer:
     names = [name for name in object_store.files(written) if not name.startswith(manifests.NAME)]
     manifest = manifest._replace(files=object_store.checksums(written, names))
     if self._spool:
-      from jaxpost.storage import remote
-
-      remote.upload(written, self._folder / str(step))
+      self._remote.upload(written, self._folder / str(step))
       written.rmtree()
     elif not object_store.is_remote(self._folder):
       object_store.sync_all(written)
@@ -292,7 +290,6 @@ class Checkpointer:
     folder.rmtree()
 
   def _written_to(self, step: int) -> epath.Path:
-    """Returns the folder that Orbax writes a step to."""
     return (self._spool or self._folder) / str(step)
 
   # Reading.
@@ -303,9 +300,7 @@ class Checkpointer:
       return self._folder / str(step)
     copy = self._spool / f'read-{step}{"" if arrays else "-meta"}'
     if not copy.exists():
-      from jaxpost.storage import remote
-
-      remote.download(self._folder / str(step), copy, leave_out='' if arrays else _ARRAYS)
+      self._remote.download(self._folder / str(step), copy, leave_out='' if arrays else _ARRAYS)
     return copy
 
   def _damage(self, step: int, arrays: bool) -> str:

@@ -11,10 +11,7 @@ from collections.abc import Sequence
 from jaxpost.errors import InputError
 
 MODEL_FILES = ('*.json', '*.safetensors', '*.txt', '*.jinja', '*.model', 'LICENSE*')
-_NAME = re.compile(
-  r'(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w./-]+))?'
-  r'(:(?P<file>[^:]+))?'
-)
+_NAME = re.compile(r'(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?(:(?P<file>[^:]+))?')
 
 
 def parse(name: str) -> tuple[str, str, str] | None:
@@ -61,8 +58,7 @@ def download(
   except hf.errors.EntryNotFoundError as error:
     raise InputError(f'hub: {named} has no file {file!r}') from error
   except hf.errors.HfHubHTTPError as error:
-    first = str(error).splitlines()[0]
-    raise InputError(f'hub: {named}: {first}') from error
+    raise InputError(f'hub: {named}: {str(error).splitlines()[0]}') from error
   except hf.errors.HFValidationError as error:
     raise InputError(f'hub: {repo!r} is no repository name') from error
   return pathlib.Path(path)

@@ -43,10 +43,9 @@ class RunLock:
     self._folder = epath.Path(folder)
     self._path = self._folder / NAME
     self._lost = lost
-    self._held = False
     self._released = threading.Event()
     self._beating = threading.Lock()
-    self._thread: threading.Thread | None = None
+    self._thread: threading.Thread | None = None  # of the heartbeats, once the lock is held
     self._record: dict[str, Any] = {
       'host': socket.gethostname(),
       'pid': os.getpid(),
@@ -66,7 +65,7 @@ class RunLock:
     Raises:
       InputError: another process holds the lock, or the folder cannot be written.
     """
-    if self._held:
+    if self._thread:
       return
     try:
       object_store.make_folder(self._folder)
@@ -80,14 +79,13 @@ class RunLock:
             break
     except OSError as error:
       raise InputError(f'--workdir: {self._folder}: cannot be written ({error.strerror or error})') from error
-    self._held = True
     self._thread = threading.Thread(target=self._beat, name='run lock', daemon=True)
     self._thread.start()
 
   def release(self) -> None:
     """Releases the lock, from any thread; does nothing if it is not held."""
     with self._beating:
-      if self._held and not self._released.is_set() and _fields(self._read()).get('token') == self._record['token']:
+      if self._thread and not self._released.is_set() and _fields(self._read()).get('token') == self._record['token']:
         with contextlib.suppress(Exception):  # the next run would recognize a stale lock
           self._path.unlink()
       self._released.set()
