@@ -256,23 +256,22 @@ class RewardPool(contextlib.AbstractContextManager):
     """Grades one group: first with the worker's functions, then with those of this process."""
     logged: list[tuple[str, float]] = []
     size = len(group.completions)
-    names = group.graded_by
-    remote = [name for name, _ in self._remote if names is None or name in names]
+    names = self.names if group.graded_by is None else group.graded_by
+    remote = [name for name, _ in self._remote if name in names]
+    local = [reward for reward in self._local if reward.name in names]
     reply = self._ask(worker, line, logged, remote) if worker and remote else _Reply({})
-    if reply.error is None and self._local:
-      reply = self._call_local(reply.values, line, logged, names)
+    if reply.error is None and local:
+      reply = self._call_local(local, reply.values, line, logged)
     components = {name: reply.values.get(name, [None] * size) for name in self.names}
     if reply.error is not None:
-      return Graded([None] * size, components, reply.error, reply.timed_out, graded_by=names)
-    return Graded(self._sums(components, size), components, None, logged=tuple(logged), graded_by=names)
+      return Graded([None] * size, components, reply.error, reply.timed_out, graded_by=group.graded_by)
+    return Graded(self._sums(components, size), components, None, logged=tuple(logged), graded_by=group.graded_by)
 
-  def _call_local(self, values: dict[str, list], line: str, logged: list, names: Sequence[str] | None) -> _Reply:
+  def _call_local(self, rewards: Sequence[Reward], values: dict[str, list], line: str, logged: list) -> _Reply:
     """Calls the functions of this process on a group, after a worker has returned `values`."""
     from jaxpost.workers import call
 
-    for reward in self._local:
-      if names is not None and reward.name not in names:
-        continue
+    for reward in rewards:
       try:
         with self._local_lock:
           group = json.loads(line)

@@ -100,6 +100,5 @@ class Scorer:
     return Scores(**scores)
 
   def _placed(self, rollout: Rollout) -> Batch:
-    """Packs a whole rollout, and places it on the devices of the policy."""
     mask = batching.completion_mask(rollout)
     return self.roles.policy.place(batching.to_batch(rollout, range(len(mask)), mask, {}, self.shape))
