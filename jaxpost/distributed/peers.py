@@ -138,11 +138,6 @@ def on_abort(explain: Callable[[], str], stacks: bool = True) -> None:
   JAX's own callback cannot be used, as it takes no Python function (std::bad_cast). If the aborting thread deadlocks
   with Python here, the limit of `watchdog.start_operation` ends the process.
   """
-
-  def print_reason(signal_number):
-    del signal_number
-    watchdog.end(explain(), stacks=stacks)
-
-  handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(print_reason)
+  handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda signal_number: watchdog.end(explain(), stacks=stacks))
   on_abort.keep = handler  # a reference, so that it is not freed
   ctypes.CDLL(None).signal(signal.SIGABRT, handler)

@@ -3,10 +3,6 @@
 If an operation of the main thread takes too long, the process ends and prints the stacks of all threads. Connected
 processes also send each other heartbeats (`peers.py`). JAX itself notices dead processes but not stuck ones, and does
 not name them.
-
-  start_operation('step 3 of sft', 60.0)   the main thread has at most a minute
-  with slow_operation('a save'): ...       a part of a step that has at least SLOW_S
-  pause()                                  no operation is timed
 """
 
 from __future__ import annotations
@@ -29,18 +25,9 @@ INTERVAL_S = 1.0  # seconds between two checks of the watching thread, and two h
 SLOW_S = 600.0  # lowest limit of operations that are not steps (compilation, evaluation, saving)
 _BACKSTOP_S = 4.5  # seconds after the limit at which faulthandler ends the process, even if Python itself hangs
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_LIBRARIES = (
-  '<',
-  sysconfig.get_path('stdlib') + os.sep,
-  sysconfig.get_path('purelib') + os.sep,
-  sysconfig.get_path('platlib') + os.sep,
-)
+_LIBRARIES = ('<', *(sysconfig.get_path(name) + os.sep for name in ('stdlib', 'purelib', 'platlib')))
 # Modules in which this library waits for other processes or for devices.
-_WAITING = (
-  f'{_HERE}distributed{os.sep}channel.py',
-  f'{_HERE}distributed{os.sep}transfer.py',
-  f'{_HERE}distributed{os.sep}mesh.py',
-)
+_WAITING = tuple(f'{_HERE}distributed{os.sep}{name}.py' for name in ('channel', 'transfer', 'mesh'))
 _JAX = f'{os.sep}jax{os.sep}', f'{os.sep}jaxlib{os.sep}'
 # The exit code that belongs to the reason that this process has printed; empty until then.
 _printed: list[int] = []

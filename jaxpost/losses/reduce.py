@@ -9,6 +9,7 @@ bound of log-ratios, the check of shapes, and functions that are imported at the
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -25,12 +26,8 @@ MAX_LOG_RATIO = 20.0  # bound of |log r|: exp(20) is practically infinite, but f
 
 def sequence_sum(x: jax.Array, sequence_ids: jax.Array) -> jax.Array:
   """Sums x [B, T] by sequence; entry [b, n - 1] is the sum over sequence n of row b."""
-  length = x.shape[1]
-
-  def row_sum(row, ids):
-    return jax.ops.segment_sum(row, ids, num_segments=length + 1)[1:]
-
-  return jax.vmap(row_sum)(x, sequence_ids)
+  segment_sum = functools.partial(jax.ops.segment_sum, num_segments=x.shape[1] + 1)
+  return jax.vmap(segment_sum)(x, sequence_ids)[:, 1:]
 
 
 def to_tokens(per_sequence: jax.Array, sequence_ids: jax.Array) -> jax.Array:

@@ -2,8 +2,6 @@
 
 A prompt is prefilled once and forked into its samples; a block of decode steps draws tokens in every slot.
 `scheduler.py` has the loop, `programs/generate.py` the compiled programs.
-
-Legend: S slots, N prompts, P prompt tokens, C completion tokens, K kv heads.
 """
 
 from __future__ import annotations
@@ -83,7 +81,17 @@ class NativeEngine:
     self._model_config = model.config
     self._bridge = bridge
     self.cache_shape = self._cache_shape()
-    self.buckets = self._make_buckets(min_rows, reads_filled=compute.decode_kernel)
+    self.buckets = Buckets(
+      slots=slots,
+      batch_shards=shards,
+      min_rows=min_rows,
+      max_length=config.room,
+      cache_length=self.length,
+      page_size=config.page_size,
+      block=self.block,
+      max_new_tokens=config.max_new_tokens,
+      reads_filled=compute.decode_kernel,
+    )
     self.programs = EnginePrograms(
       model,
       layout,
@@ -105,19 +113,6 @@ class NativeEngine:
     self.weights: Any = None
     self.version = 0
     self._fits = False
-
-  def _make_buckets(self, min_rows: int, reads_filled: bool) -> Buckets:
-    return Buckets(
-      slots=self.max_concurrent_decodes,
-      batch_shards=self.layout.batch_shards,
-      min_rows=min_rows,
-      max_length=self.config.room,
-      cache_length=self.length,
-      page_size=self.config.page_size,
-      block=self.block,
-      max_new_tokens=self.config.max_new_tokens,
-      reads_filled=reads_filled,
-    )
 
   def _cache_shape(self) -> tuple[int, int]:
     """Returns (slots or pages, entries of each); InputError if the pages do not hold the longest sequence."""
@@ -229,7 +224,7 @@ class NativeEngine:
 
     Args:
       suffixes: {slot: (entries that stay, [n] token ids to prefill)}.
-      table: [S, pages] int32, where the cache has pages.
+      table: [slots, pages] int32, where the cache has pages.
     """
     from jaxpost.programs import extend
 

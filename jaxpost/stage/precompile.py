@@ -81,8 +81,7 @@ def compile_all(
   """Compiles every program of a stage, two at a time; returns the memory that they need, or raises TooLargeError."""
   algorithm, policy = placed.algorithm, roles.policy
   update, update_rows, step_rows = _batches(placed, roles)
-  jobs: list[Callable[[], Any]] = []
-  jobs += [functools.partial(r.update_program.compile, r.state, update, r.frozen) for r in roles.trainable.values()]
+  jobs = [functools.partial(r.update_program.compile, r.state, update, r.frozen) for r in roles.trainable.values()]
   jobs += _score_jobs(placed, roles, update_rows, step_rows)
   later: list[Callable[[], Any]] = []  # jobs that reuse programs of `jobs`, so that none is compiled twice
   if evaluator and evaluator.held_out:
