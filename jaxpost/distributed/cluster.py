@@ -33,8 +33,6 @@ def connect(
 
   Args:
     address: HOST:PORT of process 0; '' if JAX detects the cluster, with `count` and `index`.
-    count: number of processes.
-    index: index of this process.
     cluster: JAX's detection method ('slurm', 'mpi4py', ...); '' for any that fits.
     init_s: seconds that processes wait for each other at the start.
     heartbeat_s: seconds without a heartbeat after which a process is gone, and all processes end.

@@ -195,15 +195,12 @@ def _unmasked_outputs(config: HeadConfig, softmax: _Softmax) -> dict[str, jax.Ar
 
 
 def _logits_gradient(config: HeadConfig, softmax: _Softmax, fields: dict, slopes: Outputs) -> jax.Array:
-  """Returns the gradient of the logits, from those of the outputs.
+  """Returns the gradient [B, C, V] of the logits, without that of the divergence, from those of the outputs.
 
   With p the softmax: d logprob = onehot - p, d entropy = -p (log p + entropy), d lse = p, d mean_logprob = 1 / V - p.
 
   Args:
     fields: see `_unmasked_outputs`; slopes: d loss / d outputs, each field [B, C].
-
-  Returns:
-    d loss / d logits [B, C, V], without the divergence.
   """
   logits, exp, norm, lse, is_label, is_real = softmax
 

@@ -92,14 +92,11 @@ def check(names: Sequence[str], options: CorrectionOptions) -> None:
 
 
 def correction(names: Sequence[str], log_ratio: np.ndarray, mask: np.ndarray, options: CorrectionOptions) -> np.ndarray:
-  """Returns the product of the named methods, such as ('sequence_mask', 'icepop').
+  """Returns the product [N, C] float32 of the named methods, such as ('sequence_mask', 'icepop'); 0 outside the mask.
 
   Args:
     log_ratio: [N, C]; ignored where the mask is 0.
     mask: [N, C], 1 for trained tokens.
-
-  Returns:
-    [N, C] float32 weights, 0 where the mask is 0.
   """
   same_shape('log_ratio, mask [N, C]', 2, log_ratio, mask)
   mask = np.asarray(mask, bool)
@@ -111,15 +108,12 @@ def correction(names: Sequence[str], log_ratio: np.ndarray, mask: np.ndarray, op
 
 
 def off_policy_metrics(old_logprobs: np.ndarray, sampler_logprobs: np.ndarray, mask: np.ndarray) -> dict[str, float]:
-  """Returns metrics of the difference between trainer and sampler, under verl's names.
+  """Returns metrics of the difference between trainer and sampler, under verl's names; {} if no token is trained.
 
   kl, k3_kl and chi2_token are means over tokens; the others are statistics over sequences that have a trained token.
 
   Args:
     old_logprobs, sampler_logprobs, mask: [N, C].
-
-  Returns:
-    {metric: value}; {} if no token is trained.
   """
   same_shape('old_logprobs, sampler_logprobs, mask [N, C]', 2, old_logprobs, sampler_logprobs, mask)
   mask = np.asarray(mask, bool)

@@ -18,11 +18,7 @@ _GREEDY = 1e-4  # a lower temperature counts as 0, because logits / T could over
 
 @struct.dataclass
 class Sampling:
-  """Sampling parameters of each slot. They are arrays, so that new values do not need a new program.
-
-  Example: temperature 1, top_k 0 (off), top_p 1 (off), min_p 0 (off), stop_ids [2, -1] and forbidden_ids [-1] (padded
-  with -1), min_tokens 0, max_tokens 128, seed 0, top_logprobs 0.
-  """
+  """Sampling parameters of each slot. They are arrays, so that new values do not need a new program."""
 
   temperature: Array  # [S] float32, 0 is greedy
   top_k: Array  # [S] int32, 0 is off

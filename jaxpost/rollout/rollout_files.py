@@ -1,7 +1,4 @@
-"""Saves and loads the rollout, rewards and advantages of a step: rollouts/STAGE/STEP.npz of a run.
-
-Legend: N sequences, C completion tokens.
-"""
+"""Saves and loads the rollout, rewards and advantages of a step: rollouts/STAGE/STEP.npz of a run."""
 
 import dataclasses
 import zlib

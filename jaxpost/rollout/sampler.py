@@ -79,13 +79,10 @@ class Sampler:
   def __call__(
     self, prompts: Sequence[Prompt], group_size: int, step: int = 0, on_dispatch: OnDispatch | None = None, **sampling
   ) -> Rollout:
-    """Samples `group_size` completions of each prompt.
+    """Samples `group_size` completions of each prompt; the rollout is the same on every process of the run.
 
     Args:
       sampling: fields of `Sampling` that differ from the config.
-
-    Returns:
-      The rollout, the same on every process of the run.
     """
     draw = functools.partial(
       self.engine,

@@ -1,7 +1,7 @@
 """Continuous batching: assigns requests to the slots of an engine, and collects their completions.
 
 `Scheduler.run` is the loop: admit queued requests into free slots (from the prefix cache, or by a prefill), dispatch a
-block of up to K decode steps for all slots, harvest the tokens of an earlier block, free the slots that finished.
+block of decode steps for all slots, harvest the tokens of an earlier block, free the slots that finished.
 
 While requests are queued, a block is harvested before the next is dispatched, as an empty slot costs more than the gap.
 Once none are queued, the next block runs while the host reads the last one, and occupied slots are compacted, so that
@@ -9,8 +9,6 @@ fewer rows are computed. No decision depends on the clock.
 
 The cache entries of a finished sequence stay until their slot or pages are needed (`prefix_cache.PrefixCache`). A
 request that continues such a sequence, the next turn of a conversation, prefills only its new tokens.
-
-Legend: S slots, C completion tokens, K tokens of a block.
 """
 
 from __future__ import annotations

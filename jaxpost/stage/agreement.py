@@ -71,7 +71,6 @@ def check_same(values: dict[str, Any], hint: str) -> None:
 
   Args:
     values: {name: JSON value}; the error names the first that differs.
-    hint: what to do about it.
   """
 
   def shown(value: Any) -> str:

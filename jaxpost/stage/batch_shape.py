@@ -19,7 +19,6 @@ class BatchShape:
   rows: rows of a step.
   update_rows: rows of one update: those of a minibatch if on-policy, otherwise `rows`.
   micro_rows: rows of a micro-batch, over all devices.
-  row_length: tokens of a row.
   filled: rows of a step that completions of full length fill; less than `rows` only if they share prompts.
   """
 
@@ -52,7 +51,6 @@ def batch_shape(config: Config, on_policy: bool, shards: int, tokens: int = 16_3
 
   Args:
     on_policy: rows hold completions; otherwise documents.
-    shards: how many parts the rows of a micro-batch are split into.
     tokens: limit of a micro-batch per shard if on-policy and `train.micro_batch_size` is 0; the default is for
       accelerators.
 

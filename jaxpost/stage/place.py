@@ -30,8 +30,6 @@ class PlacedStage(PreparedStage):
 
   train, rollout, score: the layouts of the phases; phases that share devices have equal ones.
   objectives: {trainable role: Objective}.
-  ledger: compiles every program and keeps a row about each.
-  timer: measures the phases of a step.
   """
 
   train: Layout

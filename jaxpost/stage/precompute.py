@@ -55,7 +55,6 @@ def precompute(
 
   Args:
     placed: the stage, whose documents (and held-out ones) are filled.
-    make_run: makes the `Run` of a role.
     workdir: the run's folder; None to cache nothing.
   """
   specs = placed.algorithm.precompute(placed.config)  # {role: Precompute}
