@@ -29,7 +29,6 @@ class Peers:
 
   Args:
     client: JAX's coordination service.
-    index: index of this process, of `count`.
     timeout_s: seconds without a heartbeat after which a process is gone.
     failure: () -> the exception that another process has ended with, or None.
   """

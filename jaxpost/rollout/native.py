@@ -81,17 +81,7 @@ class NativeEngine:
     self._model_config = model.config
     self._bridge = bridge
     self.cache_shape = self._cache_shape()
-    self.buckets = Buckets(
-      slots=slots,
-      batch_shards=shards,
-      min_rows=min_rows,
-      max_length=config.room,
-      cache_length=self.length,
-      page_size=config.page_size,
-      block=self.block,
-      max_new_tokens=config.max_new_tokens,
-      reads_filled=compute.decode_kernel,
-    )
+    self.buckets = self._make_buckets(min_rows, reads_filled=compute.decode_kernel)
     self.programs = EnginePrograms(
       model,
       layout,
@@ -113,6 +103,19 @@ class NativeEngine:
     self.weights: Any = None
     self.version = 0
     self._fits = False
+
+  def _make_buckets(self, min_rows: int, reads_filled: bool) -> Buckets:
+    return Buckets(
+      slots=self.max_concurrent_decodes,
+      batch_shards=self.layout.batch_shards,
+      min_rows=min_rows,
+      max_length=self.config.room,
+      cache_length=self.length,
+      page_size=self.config.page_size,
+      block=self.block,
+      max_new_tokens=self.config.max_new_tokens,
+      reads_filled=reads_filled,
+    )
 
   def _cache_shape(self) -> tuple[int, int]:
     """Returns (slots or pages, entries of each); InputError if the pages do not hold the longest sequence."""
@@ -263,7 +266,6 @@ class NativeEngine:
     Args:
       sequences: {slot: sequence that enters it}.
       rows: {slot: row of the `Prefilled` that its entries are copied from}.
-      copies: pages to be filled.
     """
     slots = self.max_concurrent_decodes
     source = np.full(slots, -1, np.int32)

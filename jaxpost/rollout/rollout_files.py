@@ -34,10 +34,7 @@ def save(path: epath.PathLike, experience: Experience, credit: Credit, temperatu
 
 
 def load(path: epath.PathLike) -> tuple[Rollout, dict[str, np.ndarray]]:
-  """Reads a file that `save` wrote.
-
-  Returns:
-    The rollout, with its rewards under the name 'recorded', and all arrays.
+  """Returns the rollout of a file that `save` wrote, with its rewards under the name 'recorded', and all arrays.
 
   Raises:
     InputError: there is no such file, or it holds something else.

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
   from jaxpost.algorithms.base import Algorithm
   from jaxpost.hardware.memory import Memory
   from jaxpost.models.model import Model
+  from jaxpost.monitor.host_health import HostHealth
   from jaxpost.monitor.metrics import MetricsWriter
   from jaxpost.rl.controller import Controller
   from jaxpost.rollout.native import NativeEngine
@@ -52,15 +53,11 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
   workdir = epath.Path(workdir)
   roles, stream, engine = make_parts(placed, params, workdir)
   save, log = config.save, config.log
-  trace = host_health = None
+  trace = None
   if log.profile_from:
     from jaxpost.monitor.profile import Trace
 
     trace = Trace(workdir / 'profile' / placed.name, log.profile_from, log.profile_steps, config.train.steps)
-  if coordination.process_count() > 1:
-    from jaxpost.monitor.host_health import make_host_health
-
-    host_health = make_host_health(roles, log.every, placed.ledger, writer.note)
 
   def begin_step(step: int) -> None:
     placed.timer.flush()
@@ -94,7 +91,7 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
     first_policy_step=1 + (config.critic.warmup_steps if 'critic' in roles.trainable else 0),
     stop_profiler=trace.close if trace else None,
     wait_for_update=inputs.algorithm.on_policy and not config.rollout.staleness,
-    host_health=host_health,
+    host_health=host_health_of(placed, roles, writer),
     memory_usage=memory_usage,
     eval_every=config.eval.every,
     save_every=save.every,
@@ -125,6 +122,15 @@ def flops_of_updates(placed: PlacedStage, roles: Roles, updates: Sequence[Update
   """Returns the FLOPs of a step's updates per token, if a token attends to `context` tokens on average."""
   minibatches = placed.config.rl.minibatches if placed.algorithm.on_policy else 1  # each has its part of the tokens
   return sum(roles.trainable[update.role].model.flops_of_update(context) for update in updates) / minibatches
+
+
+def host_health_of(placed: PlacedStage, roles: Roles, writer: MetricsWriter) -> HostHealth | None:
+  """Makes the comparison of the health of the run's processes; None if there is one process."""
+  if coordination.process_count() == 1:
+    return None
+  from jaxpost.monitor.host_health import make_host_health
+
+  return make_host_health(roles, placed.config.log.every, placed.ledger, writer.note)
 
 
 def make_rollout_saver(placed: PlacedStage, workdir: epath.PathLike) -> Callable | None:

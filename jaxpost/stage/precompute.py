@@ -49,12 +49,11 @@ def digest(examples: Iterable[Example | None]) -> str:
 def precompute(
   placed: PlacedStage, make_run: Callable[[str, Precompute], Run], workdir: epath.PathLike | None
 ) -> tuple[str, ...]:
-  """Fills a stage's documents with the outputs of frozen roles; returns the names of these roles.
+  """Fills a stage's documents, held-out ones too, with outputs of frozen roles; returns the names of these roles.
 
   The arrays are read from disk if an earlier run has cached them. If not, the role is made, and freed afterwards.
 
   Args:
-    placed: the stage, whose documents (and held-out ones) are filled.
     workdir: the run's folder; None to cache nothing.
   """
   specs = placed.algorithm.precompute(placed.config)  # {role: Precompute}
