@@ -149,7 +149,7 @@ def test_adapters_round_trip_through_peft(based, tmp_path, rslora):
   network = library.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / 'adapter')
   ids = tiny.tokens((2, 10))
   ours = test_lora.logits(model, params, ids)
-  test_lora.near(test_lora.torch_logits(network.eval(), ids), ours)
+  test_lora.near(tiny.torch_logits(network.eval(), ids), ours)
   loaded_model, loaded_params = test_lora.load(folder, tmp_path / 'adapter', cfg)
   test_lora.near(test_lora.logits(loaded_model, loaded_params, ids), ours)
   # PEFT stacks the experts when it saves; its folder is read, too.
@@ -171,7 +171,7 @@ def test_peft_target_parameters_are_loaded(based, tmp_path, names):
   network.save_pretrained(tmp_path)
   model, params = test_lora.load(folder, tmp_path, cfg)
   ids = tiny.tokens((2, 10))
-  test_lora.near(test_lora.logits(model, params, ids), test_lora.torch_logits(network, ids))
+  test_lora.near(test_lora.logits(model, params, ids), tiny.torch_logits(network, ids))
   file = tmp_path / 'adapter_config.json'
   raw = json.loads(file.read_text())
   for fields in (dict(rank_pattern={'q_proj': 2}), dict(target_parameters=['mlp.gate.weight'])):

@@ -51,8 +51,9 @@ class RewardPool(contextlib.AbstractContextManager):
   that an option called *_env names, and `env_vars`.
 
   Args:
-    rewards: a spec or several, see builtin.py. A callable runs in a thread of this process, one call at a time, and
-      cannot be killed.
+    rewards: a spec or several (builtin.py): a builtin name, 'pkg.module:fn' or './file.py:fn', each with optional
+      '?option=value', or a callable. A callable runs in a thread of this process, one call at a time, and cannot be
+      killed.
     weights: one number per function; default 1.
     workers: number of processes; each grades one group at a time.
     timeout_s: seconds for one call of one function.

@@ -27,15 +27,20 @@ IDS = 8  # a request may have at least this many stop ids and forbidden ids
 
 @dataclasses.dataclass(frozen=True)
 class SamplerConfig:
-  """How an engine samples: fields of `config.rollout`, and these. `Request.sampling` overrides it per request.
+  """How an engine samples; `Request.sampling` overrides it per request.
 
+  slots: sequences decoded at the same time.
   max_prompt: longest prompt, in tokens.
   max_context: longest prompt with its completion; 0: max_prompt + max_new_tokens.
   stop_ids: any of these ends a completion and is part of it; below 0: none.
   stop_strings: end a completion, too; the engine then needs `decode`.
+  block: decode steps per dispatch.
   top_logprobs: number of most probable tokens reported at each position; a request may ask for fewer.
   sampling_mask: report the tokens that could be drawn, at most `top_k`, see `Rollout.allowed`.
+  page_size: cache entries of a page, a power of two; 0: each slot holds the longest sequence.
+  cache_tokens: entries of all pages; 0: half as many as slots without pages have.
   group_size: samples of each prompt in a rollout; calls with fewer do not prefill more prompts at a time.
+  speculation: 'ngram' drafts tokens from samples of the same prompt (`drafts.py`); '': one token at a time.
   """
 
   slots: int
