@@ -74,7 +74,7 @@ def _terms(refs: Sequence) -> tuple[jax.Array, ...]:
   return *(ref[...] for ref in qkv), log_decay_ref[:, 0], beta_ref[:, 0]
 
 
-def forward_kernel(*refs, settings: KernelSettings):
+def forward_kernel(*refs, settings: KernelSettings) -> None:
   *term_refs, runs_ref, run_before_ref, first_state_ref, out_ref, state_ref = refs[:10]
 
   @pl.when(pl.program_id(3) == 0)
@@ -89,7 +89,7 @@ def forward_kernel(*refs, settings: KernelSettings):
   out_ref[...] = out.astype(out_ref.dtype)
 
 
-def backward_kernel(*refs, settings: KernelSettings):
+def backward_kernel(*refs, settings: KernelSettings) -> None:
   *term_refs, runs_ref, run_before_ref, states_ref, g_ref, last_g_state_ref = refs[:10]
   *d_refs, d_decay_ref, d_beta_ref, g_state_ref = refs[10:]
 

@@ -84,7 +84,7 @@ def _chunk(settings: KernelSettings, runs: jax.Array, run_before: jax.Array) -> 
   return chunk_of_head(settings, functools.partial(jnp.einsum, precision=exactly), runs, run_before)
 
 
-def forward_kernel(*refs, settings: KernelSettings):
+def forward_kernel(*refs, settings: KernelSettings) -> None:
   *term_refs, runs_ref, run_before_ref, state_ref, out_ref, last_state_ref = refs[:10]
   states_ref = refs[10] if len(refs) > 10 else None
 
@@ -101,7 +101,7 @@ def forward_kernel(*refs, settings: KernelSettings):
   last_state_ref[...] = jax.lax.fori_loop(0, run_before_ref.shape[0], run, state_ref[...])
 
 
-def backward_kernel(*refs, settings: KernelSettings):
+def backward_kernel(*refs, settings: KernelSettings) -> None:
   *term_refs, runs_ref, run_before_ref, states_ref, g_ref, g_state_ref = refs[:10]
   *d_refs, d_state_ref = refs[10:]
   count = run_before_ref.shape[0]
