@@ -126,11 +126,6 @@ def learning_rate(full: float) -> Callable[[Config], float]:
   return lambda config: full * (10 if config.lora.rank or config.lora.path else 1)
 
 
-def options_from(section: Any, kind: type) -> Any:
-  """Returns an instance of the dataclass `kind` whose fields are set from the fields of a config section by name."""
-  return kind(**{name: vars(section)[name] for name in kind.__dataclass_fields__})
-
-
 def expect(metrics: Mapping[str, float], limits: Mapping[str, tuple[float, float]], why: str) -> None:
   """Raises AssertionError unless each metric is within its (value, tolerance); `why` explains the expected values."""
   for name, (value, tolerance) in limits.items():

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxpost.algorithms import rl_fields
-from jaxpost.algorithms.base import Algorithm, Config, expect, learning_rate, options_from
+from jaxpost.algorithms.base import Algorithm, Config, expect, learning_rate
 from jaxpost.losses import advantages, policy_gradient, reduce
 from jaxpost.types import Credit, Experience, Objective
 
@@ -58,7 +58,7 @@ def objective(config: Config) -> Objective:
 def _surrogate(logp, old, arrays, rl, reducer) -> policy_gradient.LossAndMetrics:
   """The surrogate of `rl.loss`; `reducer` turns a reduction over sequences into a function of [B, T], if coupled."""
   surrogate = policy_gradient.LOSSES[rl.loss]
-  options = options_from(rl, policy_gradient.SurrogateOptions)
+  options = rl_fields.options(policy_gradient.SurrogateOptions, rl)
   advantage = arrays['advantages']
   per_sequence = (reducer(surrogate.per_sequence),) if surrogate.per_sequence else ()
   loss, metrics = surrogate.fn(logp, old, advantage, options, *per_sequence)
@@ -228,7 +228,7 @@ def finish(
     # Use log-probs before truncation: the mass that top-p removes is not a difference between the two sets of weights.
     old, sampler = arrays['old_logprobs'], arrays['sampler_logprobs']
     out['importance_weights'] = importance.correction(
-      names, old - sampler, counted, options_from(rl, importance.CorrectionOptions)
+      names, old - sampler, counted, rl_fields.options(importance.CorrectionOptions, rl)
     )
     metrics |= importance.off_policy_metrics(old, sampler, counted)
     metrics |= importance.weight_metrics(out['importance_weights'], out['advantages'], counted)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpost.algorithms.base import Algorithm, Config, Precompute, expect, learning_rate, options_from
+from jaxpost.algorithms.base import Algorithm, Config, Precompute, expect, learning_rate
 from jaxpost.data import preferences as data
 from jaxpost.distributed import transfer
 from jaxpost.errors import did_you_mean, refuse
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
   from jaxpost.data.examples import Example
   from jaxpost.data.sources import Rows
   from jaxpost.data.tokenizer import Tokenizer
-  from jaxpost.losses.pairs import Pairs
+  from jaxpost.losses.pairs import Pairs, PreferenceOptions
   from jaxpost.roles import Roles
 
 
@@ -41,7 +41,7 @@ def objective(config: Config) -> Objective:
   The losses and their equations are in `losses.preferences`.
   """
   p = config.preference
-  options = options_from(p, pairs_lib.PreferenceOptions)
+  options = options_of(config)
   weights = weights_of(config)
   with_reference = reads_reference(config)
 
@@ -58,10 +58,8 @@ def objective(config: Config) -> Objective:
       metrics['wpo/weight'] = pairs_lib.wpo_weights(adjusted, batch.loss_weights != 0, batch.sequence_ids)
       losses *= metrics['wpo/weight']
     loss = total(losses)
-    if LOSSES[p.losses[0]].reward_is_mean:
-      chosen, rejected = pairs_lib.token_means(pairs.chosen, pairs.rejected, pairs)
-      pairs = pairs._replace(chosen=chosen, rejected=rejected)
-    metrics |= pairs_lib.pair_metrics(pairs, options)
+    rewarded = _means(pairs) if LOSSES[p.losses[0]].reward_is_mean else pairs
+    metrics |= pairs_lib.pair_metrics(rewarded, options)
     metrics['entropy'] = _pair_entropy(outputs, batch)
     metrics = {name: total(x) for name, x in metrics.items()}
     if p.nll_coef:
@@ -72,6 +70,21 @@ def objective(config: Config) -> Objective:
   arrays = ('nll_weights', 'ref_logprobs') if with_reference else ('nll_weights',)
   reads = ('entropy', 'collision') if p.weighting == 'wpo' else ('entropy',)
   return Objective(over_pairs, coupled=True, reads=reads, arrays=arrays)
+
+
+def options_of(config: Config) -> PreferenceOptions:
+  """Returns the options of the losses, from `config.preference`."""
+  p = config.preference
+  return pairs_lib.PreferenceOptions(
+    beta=p.beta,
+    label_smoothing=p.label_smoothing,
+    ipo_average=p.ipo_average,
+    gamma=p.gamma,
+    simpo_alpha=p.simpo_alpha,
+    discopop_tau=p.discopop_tau,
+    f_divergence=p.f_divergence,
+    f_alpha=p.f_alpha,
+  )
 
 
 def weights_of(config: Config) -> tuple[float, ...]:
@@ -125,6 +138,14 @@ def _pair_entropy(outputs: Outputs, batch: Batch) -> jax.Array:
   return (chosen + rejected) / 2
 
 
+def _means(pairs: Pairs) -> Pairs:
+  """The pairs with log-probs averaged over tokens; those of the reference are left as they are."""
+  return pairs._replace(
+    chosen=pairs.chosen / jnp.maximum(pairs.chosen_length, 1),
+    rejected=pairs.rejected / jnp.maximum(pairs.rejected_length, 1),
+  )
+
+
 def needs(config: Config) -> tuple[str, ...]:
   """Returns the frozen roles: the reference model, where a loss reads it."""
   return ('reference',) if reads_reference(config) else ()
@@ -144,8 +165,10 @@ def precompute(config: Config) -> dict[str, Precompute]:
   if not config.preference.precompute_ref:
     return {}
 
-  arrays = {'ref_logprobs': ((), np.float32)}
-  return {'reference': Precompute(arrays, lambda outputs: {'ref_logprobs': outputs.logprobs})}
+  def read(outputs):
+    return {'ref_logprobs': outputs.logprobs}
+
+  return {'reference': Precompute({'ref_logprobs': ((), np.float32)}, read)}
 
 
 def render(rows: Rows, tokenizer: Tokenizer, config: Config) -> Callable[[int], Example]:

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpost.algorithms.base import Config, options_from
+from jaxpost.algorithms.base import Config
 from jaxpost.errors import refuse, refuse_unread
 from jaxpost.losses import advantages, policy_gradient
 
@@ -28,6 +28,11 @@ _OPTIONS = (
 def corrections(rl: RlSection) -> tuple[str, ...]:
   """Returns the corrections of `rl.importance` that are computed before the update: all but opsm."""
   return tuple(name for name in rl.importance if name != 'opsm')
+
+
+def options(kind: type, rl: RlSection) -> Any:
+  """Returns an instance of the dataclass `kind` whose fields are set from the fields of `config.rl` of these names."""
+  return kind(**{name: vars(rl)[name] for name in kind.__dataclass_fields__})
 
 
 def has_token_terms(rl: RlSection) -> bool:
@@ -101,7 +106,7 @@ def check_shared(config: Config) -> None:
   if rl.importance:
     from jaxpost.losses import importance
 
-    importance.check(rl.importance, options_from(rl, importance.CorrectionOptions))
+    importance.check(rl.importance, options(importance.CorrectionOptions, rl))
   refuse_unread(rl, fields_read(rl), f'advantage={rl.advantage!r}, loss={rl.loss!r}, importance={rl.importance!r}')
 
 

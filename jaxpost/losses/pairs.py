@@ -97,11 +97,6 @@ F_DIVERGENCES: dict[str, Callable[[jax.Array, float], jax.Array]] = {
 }
 
 
-def token_means(chosen: jax.Array, rejected: jax.Array, pairs: Pairs) -> tuple[jax.Array, jax.Array]:
-  """Returns the means over tokens of these sums [..., P]."""
-  return chosen / jnp.maximum(pairs.chosen_length, 1), rejected / jnp.maximum(pairs.rejected_length, 1)
-
-
 def implicit_rewards(pairs: Pairs, options: PreferenceOptions) -> tuple[jax.Array, jax.Array]:
   """Returns the implicit rewards (beta c, beta r), each [..., P]."""
   chosen = options.beta * (pairs.chosen - pairs.ref_chosen)

@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpost.errors import InputError
-from jaxpost.losses import pairs as pairs_lib
-from jaxpost.losses.pairs import F_DIVERGENCES, MAX_EXPONENT, Pairs, PreferenceOptions, implicit_rewards
+from jaxpost.losses.pairs import F_DIVERGENCES, MAX_EXPONENT, Pairs, PreferenceOptions, implicit_rewards, zero_padding
 from jaxpost.losses.reduce import same_shape
 
 _log_sigmoid = jax.nn.log_sigmoid
@@ -37,6 +36,13 @@ def _margin(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
   """Returns beta d [..., P]."""
   chosen, rejected = _scores(pairs, options)
   return options.beta * (chosen - rejected)
+
+
+def _means(chosen: jax.Array, rejected: jax.Array, pairs: Pairs) -> tuple[jax.Array, jax.Array]:
+  """Returns the means over tokens of these sums [..., P]."""
+  chosen = chosen / jnp.maximum(pairs.chosen_length, 1)
+  rejected = rejected / jnp.maximum(pairs.rejected_length, 1)
+  return chosen, rejected
 
 
 def _logistic(margin: jax.Array, options: PreferenceOptions) -> jax.Array:
@@ -59,7 +65,7 @@ def ipo(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
   """(d - 1 / (2 beta))^2: IPO (arXiv:2310.12036), eq. 17."""
   chosen, rejected = _scores(pairs, options)
   if options.ipo_average:
-    chosen, rejected = pairs_lib.token_means(chosen, rejected, pairs)
+    chosen, rejected = _means(chosen, rejected, pairs)
   return (chosen - rejected - 1 / (2 * options.beta)) ** 2
 
 
@@ -155,7 +161,7 @@ def discopop(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
 
 def sigmoid_norm(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
   """Length-normalized DPO, with c and r as means over tokens (Tulu 3, arXiv:2411.15124)."""
-  chosen, rejected = pairs_lib.token_means(*_scores(pairs, options), pairs)
+  chosen, rejected = _means(*_scores(pairs, options), pairs)
   return _logistic(options.beta * (chosen - rejected), options)
 
 
@@ -171,7 +177,7 @@ def orpo(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
   The odds-ratio term of ORPO (arXiv:2403.07691), eq. 7; its other term is
   'sft'. odds = p / (1 - p), where log p is the mean over tokens.
   """
-  chosen, rejected = pairs_lib.token_means(pairs.chosen, pairs.rejected, pairs)
+  chosen, rejected = _means(pairs.chosen, pairs.rejected, pairs)
   gap = (chosen - rejected) - (_log1m_exp(chosen) - _log1m_exp(rejected))
   return -options.beta * _log_sigmoid(gap)
 
@@ -203,7 +209,7 @@ def simpo(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
 
   SimPO (arXiv:2405.14734), eq. 6; with simpo_alpha, AlphaPO (arXiv:2501.03884): log p becomes (1 - p^-alpha) / alpha.
   """
-  chosen, rejected = pairs_lib.token_means(pairs.chosen, pairs.rejected, pairs)
+  chosen, rejected = _means(pairs.chosen, pairs.rejected, pairs)
   if alpha := options.simpo_alpha:
     chosen, rejected = (-jnp.expm1(jnp.minimum(-alpha * x, MAX_EXPONENT)) / alpha for x in (chosen, rejected))
   return _logistic(options.beta * (chosen - rejected) - options.gamma, options)
@@ -277,7 +283,7 @@ def weighted(names: Sequence[str], weights: Sequence[float], pairs: Pairs, optio
     raise InputError(
       f"f_divergence is {options.f_divergence!r}, which {reverse_kl_only} do not support: give 'reverse_kl'"
     )
-  pairs = pairs_lib.zero_padding(pairs)
+  pairs = zero_padding(pairs)
   loss = sum(w * LOSSES[name].fn(pairs, options) for name, w in zip(names, weights))
   return jnp.where(pairs.valid, loss, 0)
 
