@@ -232,7 +232,8 @@ def make_optimizer(inputs: Inputs, role: str, part: Model, dtype: str) -> tuple[
   if config.reference.every and role == 'policy':
     from jaxpost.stage import moving_reference
 
-    optimizer = moving_reference.following(optimizer, **vars(config.reference))
+    reference = config.reference
+    optimizer = moving_reference.following(optimizer, reference.every, reference.mix, reference.reset_optimizer)
   if dtype == 'float16':
     from jaxpost.programs import loss_scale
 

@@ -189,8 +189,11 @@ def start_rewards(config: Config, data: Sequence[Rows]) -> RewardPool | None:
   pool = RewardPool(
     tuple(specs[i] for i in functions),
     weights=[weights[i] for i in functions] if weights else None,
+    workers=config.rewards.workers,
+    timeout_s=config.rewards.timeout_s,
+    max_failed=config.rewards.max_failed,
+    env_vars=config.rewards.env_vars,
     show_printed=coordination.process_index() == 0,
-    **vars(config.rewards),
   )
   with contextlib.ExitStack() as undo:
     undo.callback(pool.close)
