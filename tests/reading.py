@@ -116,7 +116,7 @@ OPTIONS = {
   'jaxpost.stage.frozen_roles': 'rl.reference',
   'jaxpost.stage.critic_weights': 'algorithm',
   'jaxpost.stage.resumed_run': 'save.every',  # only when a run is resumed
-  'jaxpost.stage.own_algorithm': 'algorithm',  # only for algorithms in files and modules of the user
+  'jaxpost.stage.own_code': 'algorithm',  # only for algorithms and models in files and modules of the user
   'jaxpost.stage.kernel_uses': 'model.attention',
   'jaxpost.stage.model_folders': 'model.path',
   'jaxpost.stage.moving_reference': 'reference.every',
@@ -159,9 +159,9 @@ ENTRIES = (
   Entry('reading path: loop, controller, grpo', (LOOP, CONTROLLER, GRPO), (25, 5_000, 6), (21, 3_442, 6)),
   Entry('core: with the native sampler', (LOOP, CONTROLLER, GRPO, NATIVE), (55, 10_000, 9), (43, 7_838, 6)),
   Entry(
-    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (60, 11_771, 7), lazy=False
+    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (60, 11_776, 7), lazy=False
   ),
-  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (112, 21_351, 10)),
+  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (112, 21_356, 10)),
   # Modules of other algorithms do not count, as a run has one algorithm. The aim is what was measured when this entry
   # was added. The limit was raised once, by 290 lines and 3 modules, for fixes of defects: the new modules keep code
   # that few runs need out of the entries above.
@@ -169,7 +169,7 @@ ENTRIES = (
     '... with all that options select',
     (GRPO, 'launch.train'),
     (255, 40_910, 18),
-    (248, 40_756, 20),
+    (248, 40_812, 20),
     options=('jaxpost.algorithms',),
   ),
 )

@@ -57,7 +57,7 @@ def hidden(model, params, ids, positions=None, segments=None):
 
 
 def test_packed_documents_do_not_see_each_other(case):
-  """The examples promise this. For other modules, their authors must test it."""
+  """The examples promise this; a run checks it for every module."""
   model, params = case
   ids = tiny.tokens((1, 12))
   first, second = (hidden(model, params, part) for part in (ids[:, :7], ids[:, 7:]))
@@ -93,6 +93,48 @@ def test_greedy_samples_match_a_forward_pass_of_the_whole_text(case):
     logp = jax.nn.log_softmax(logits[0, n - 1 : -1])
     np.testing.assert_array_equal(np.argmax(logp, -1), rollout.completions[i])
     np.testing.assert_allclose(np.max(logp, -1), rollout.logprobs[i], atol=1e-5)
+
+
+SUMMING = """
+import flax.linen as nn
+import jax.numpy as jnp
+
+from jaxpost.models import custom
+
+
+class Decoder(nn.Module):
+  @nn.compact
+  def __call__(self, tokens, positions, segment_ids):
+    x = nn.Embed(259, 16, name='embed')(tokens)
+    row, column = jnp.arange(x.shape[1])[:, None], jnp.arange(x.shape[1])
+    visible = SEEN
+    return x + jnp.einsum('bij,bjd->bid', jnp.broadcast_to(visible, (len(x), *visible.shape[-2:])) * 0.1, x)
+
+
+def make():
+  return custom.linen(Decoder(), vocab_size=259, head='embed/embedding')
+"""
+SAME = 'segment_ids[:, :, None] == segment_ids[:, None, :]'
+
+
+@pytest.mark.parametrize(
+  'seen, complaint',
+  [
+    (f'(column <= row) & ({SAME})', ''),
+    (f'(column <= row + 1) & ({SAME})', 'later tokens'),
+    ('column <= row', 'other documents'),
+  ],
+)
+def test_a_model_that_sees_what_it_must_not_is_refused(seen, complaint, tmp_path):
+  code = tmp_path / 'summing.py'
+  code.write_text(SUMMING.replace('SEEN', seen))
+  config = dict(model=dict(preset=f'{code}:make'), data=dict(path='generated:arithmetic:max=5,ops=+'))
+  config = tiny.merged(tiny.run_config(''), dict(config, algorithm='sft', train=dict(steps=1)))
+  if not complaint:
+    jaxpost.run(config, tmp_path / 'run')
+    return
+  with pytest.raises(InputError, match=rf'config.model.preset: .*summing.py:make change by .* with {complaint}'):
+    jaxpost.run(config, tmp_path / 'run')
 
 
 def test_custom_model_has_no_length_limit(case):

@@ -41,6 +41,6 @@ def load_algorithm(name: str) -> Algorithm:
       f'config.algorithm: there is no {name!r}; {did_you_mean(name, ALGORITHMS)}built in: {", ".join(ALGORITHMS)}, or '
       'pkg.module or ./file.py of yours'
     )
-  from jaxpost.stage import own_algorithm
+  from jaxpost.stage import own_code
 
-  return own_algorithm.load(target, attribute or 'ALGORITHM')
+  return own_code.load_algorithm(target, attribute or 'ALGORITHM')

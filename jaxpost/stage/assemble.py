@@ -18,6 +18,7 @@ from jaxpost.data import loader
 from jaxpost.distributed import coordination, watchdog
 from jaxpost.loop import Stage
 from jaxpost.models import model as model_lib
+from jaxpost.models.config import CustomConfig
 from jaxpost.monitor import program_table
 from jaxpost.programs import train as programs
 from jaxpost.programs.compile import TooLargeError
@@ -160,6 +161,10 @@ def make_parts(
     workdir: the run's folder, where precomputed arrays are cached.
   """
   config, algorithm = placed.config, placed.algorithm
+  if isinstance(placed.model.config, CustomConfig) and not placed.ledger.dry:
+    from jaxpost.stage import own_code
+
+    own_code.check_masks(placed, params)
   precomputed = ()
   if algorithm.precompute(config):
     from jaxpost.stage import frozen_roles, precompute

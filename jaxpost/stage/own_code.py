@@ -1,17 +1,32 @@
-"""Loads an `Algorithm` from a module or file of the user, and checks that it is complete."""
+"""Loads an `Algorithm` from a module or file of the user, and checks algorithms and models of the user."""
+
+from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import TYPE_CHECKING
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpost import imports
 from jaxpost.algorithms.base import Algorithm, Config
 from jaxpost.errors import InputError, refuse, type_of
+from jaxpost.programs.compile import Program
 from jaxpost.types import Credit, Experience
 
+if TYPE_CHECKING:
+  from jaxpost.distributed.mesh import Layout
+  from jaxpost.matmul import Compute
+  from jaxpost.models.model import Model
+  from jaxpost.stage.place import PlacedStage
 
-def load(target: str, attribute: str) -> Algorithm:
+_CHANGE = 1e-3  # share of the largest hidden state, in float32, that rounding may explain
+_HALF = 6  # tokens of each of two documents
+
+
+def load_algorithm(target: str, attribute: str) -> Algorithm:
   """Returns the Algorithm that pkg.module or ./file.py has as `attribute`, with a check of what its `credit` returns.
 
   Raises:
@@ -70,3 +85,39 @@ def _checked_credit(algorithm: Algorithm, target: str, experience: Experience, c
       for name in objective.arrays:
         refuse(name not in result.arrays, f'{where} has no array {name!r}, which the objective names in `arrays`')
   return result
+
+
+def check_masks(placed: PlacedStage, params: dict) -> None:
+  """Raises InputError if a custom model computes hidden states from tokens that they must not depend on.
+
+  A model that sees the next token would train without an error, with a loss near 0.
+
+  Args:
+    params: in the layout `placed.train`.
+  """
+  compute = dataclasses.replace(placed.compute, dtype='float32')
+  measure = functools.partial(_changes, placed.model, compute, placed.train)
+  for name, change in Program('masks', measure, placed.ledger, placed.train.sharding())(params).items():
+    refuse(
+      not float(change) <= _CHANGE,
+      f'config.model.preset: hidden states of {placed.model.config.code} change by {float(change):.1e} of the largest '
+      f'with {name}; a token may attend only to itself and to earlier tokens with the same segment id',
+    )
+
+
+def _changes(model: Model, compute: Compute, layout: Layout, params: dict) -> dict[str, jax.Array]:
+  """Returns {what changes: the largest change of a hidden state that has to stay, over the largest hidden state}.
+
+  Two documents are in a row, without and with other tokens.
+  """
+  index = jnp.arange(2 * _HALF)
+  in_first, before_last = index < _HALF, index < _HALF - 1  # before the last token of the first document
+  # What changes: the tokens that are others, and those whose hidden states stay.
+  cases = {'later tokens': (~before_last, before_last), 'other documents': (in_first, ~in_first)}
+  tokens = jnp.stack([7 * index, *(7 * index + changed for changed, _ in cases.values())])
+  positions, segment_ids = (jnp.broadcast_to(x, tokens.shape) for x in (index % _HALF, 1 + index // _HALF))
+  hidden = model.forward(
+    params, tokens % model.config.vocab_size, positions, segment_ids, compute=compute, constrain=layout
+  ).astype(jnp.float32)
+  changes = jnp.max(jnp.abs(hidden[1:] - hidden[0]), axis=2) / jnp.max(jnp.abs(hidden))
+  return {name: jnp.max(change * stay) for change, (name, (_, stay)) in zip(changes, cases.items())}
