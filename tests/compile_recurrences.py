@@ -14,20 +14,21 @@ import jax.numpy as jnp  # noqa: E402
 
 from jaxpost.models import recurrence_kernels, recurrence_triton  # noqa: E402
 
-ROWS, LENGTH, HEADS = 2, 250, 4
-# Sizes of keys and values, whether it is the delta rule, and the type: those of all families, and the largest.
+ROWS, LENGTH = 2, 250
+# Key and value heads, their sizes, whether it is the delta rule, and the type: those of families, and the largest.
 CASES = {
   'triton': (
-    (128, 128, True, 'bfloat16'),
-    (128, 64, False, 'bfloat16'),
-    (256, 256, True, 'float16'),
-    (16, 256, False, 'bfloat16'),
+    (2, 4, 128, 128, True, 'bfloat16'),
+    (2, 4, 128, 64, False, 'bfloat16'),
+    (2, 4, 256, 256, True, 'float16'),
+    (2, 4, 16, 256, False, 'bfloat16'),
   ),
   'mosaic': (
-    (128, 128, True, 'bfloat16'),
-    (128, 64, False, 'bfloat16'),
-    (256, 256, True, 'bfloat16'),
-    (96, 192, True, 'bfloat16'),
+    (16, 32, 128, 128, True, 'bfloat16'),
+    (1, 48, 128, 64, False, 'bfloat16'),
+    (30, 30, 96, 192, True, 'bfloat16'),
+    (4, 8, 256, 256, True, 'bfloat16'),
+    (7, 7, 256, 144, True, 'bfloat16'),
   ),
 }
 TARGETS = {'triton': '__gpu$xla.gpu.triton', 'mosaic': 'tpu_custom_call'}
@@ -43,11 +44,11 @@ def compiled(fn, *args):
   return jax.jit(fn).lower(*args).compile().as_text()
 
 
-def programs(size, width, corrected, dtype):
+def programs(kv_heads, heads, size, width, corrected, dtype):
   """Yields the text of each program."""
-  shapes = [(ROWS, LENGTH, 2, size)] * 2 + [(ROWS, LENGTH, HEADS, width)]
-  terms = *(array(shape, dtype) for shape in shapes), array((ROWS, LENGTH, HEADS, 1)), array((ROWS, LENGTH, HEADS))
-  args = array((ROWS, LENGTH), 'int32'), array((ROWS, HEADS, size, width))
+  shapes = [(ROWS, LENGTH, kv_heads, size)] * 2 + [(ROWS, LENGTH, heads, width)]
+  terms = *(array(shape, dtype) for shape in shapes), array((ROWS, LENGTH, heads, 1)), array((ROWS, LENGTH, heads))
+  args = array((ROWS, LENGTH), 'int32'), array((ROWS, heads, size, width))
 
   def loss(terms, runs, state):
     options = dict(kernel=kernel, dtype=dtype, corrected=corrected)
@@ -57,7 +58,7 @@ def programs(size, width, corrected, dtype):
   yield compiled(loss, terms, *args)
   for channels in (1, size) if recurrence_kernels.supports(kernel, size, width, 1, single=True) else ():
     token = [array((ROWS, 1, *x.shape[2:]), x.dtype) for x in terms]
-    token[3] = array((ROWS, 1, HEADS, channels))
+    token[3] = array((ROWS, 1, heads, channels))
     yield compiled(lambda *args: recurrence_triton.one_token(*args, corrected=corrected), tuple(token), *args)
 
 

@@ -39,8 +39,6 @@ _DECODED = (4, 4, 1024, 32), (128, 130, 300, 8)  # slots decoded and held, entri
 _GPU_OPTIONS = {'xla_gpu_autotune_level': 0, 'xla_gpu_enable_triton_gemm': False}
 _SCORES = 2**25  # attention scores that the reference computes at a time
 _LARGE = 2**26  # elements of q [rows, T, H, h] above which fewer rows and heads are checked
-# Errors of a kernel, or of JAX when it lowers the kernel (JaxRuntimeError is a RuntimeError), for unsupported shapes.
-_FAILURES = (AssertionError, AttributeError, ImportError, RuntimeError, TypeError, ValueError)
 
 
 class KernelUse(NamedTuple):
@@ -182,9 +180,8 @@ def judge(find_errors: Callable[[], dict[str, float]]) -> str:
     find_errors: () -> {array: largest error over the largest value}.
   """
   try:
-    # `not error <= _TOLERANCE` is also True for NaN.
     wrong = [f'{error:.1e} in {array}' for array, error in find_errors().items() if not error <= _TOLERANCE]
-  except _FAILURES as e:
+  except Exception as e:  # those of Pallas for TPU are of classes of their own; the caller says what has failed
     return f'{type(e).__name__}: {str(e).partition(chr(10))[0]}'
   return f'off by {", ".join(wrong)}' if wrong else ''
 
@@ -223,6 +220,17 @@ def _sizes(work: AttentionShape) -> tuple[int, int]:
   size = work.length * work.head_dim * (work.heads // work.kv_heads)  # elements of q per row and kv head
   rows = 2 if 2 * kv_heads * size <= _LARGE else 1
   return rows, kv_heads if rows * kv_heads * size <= _LARGE else 1
+
+
+def largest_errors(found: Any, expected: Any) -> list[jax.Array]:
+  """Returns the largest difference of each array over the largest expected value; infinity if one has NaN."""
+
+  def error(a, b):
+    difference = jnp.abs(a.astype(jnp.float32) - b)
+    # XLA for CPU may leave NaN out of a maximum.
+    return jnp.max(jnp.where(jnp.isnan(difference), jnp.inf, difference)) / jnp.max(jnp.abs(b))
+
+  return jax.tree.map(error, jax.tree.leaves(found), jax.tree.leaves(expected))
 
 
 def normal_numbers() -> Callable[..., jax.Array]:
@@ -275,8 +283,7 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
   def measured(inputs, g):
     expected, expected_vjp = jax.vjp(exact, *(x.astype(jnp.float32) for x in inputs))
     out, vjp = jax.vjp(fast, *inputs)
-    pairs = zip((out, *vjp(g)), (expected, *expected_vjp(g)))
-    return [jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b)) for a, b in pairs]
+    return largest_errors((out, *vjp(g)), (expected, *expected_vjp(g)))
 
   return dict(zip(('out', 'q', 'k', 'v', 'sinks'), map(float, measured(inputs, g))))
 
@@ -307,7 +314,7 @@ def _token_errors(work: AttentionShape, dtype: str, normed: bool) -> dict[str, f
     q, k = layers.norm_heads(q, k, p, cfg) if normed else (q, k)
     q, k = rope.rotate(q, table, cfg), rope.rotate(k, table, cfg)
     expected = [q, *(x.astype(jnp.float32).at[:, :, step].set(new[:, 0]) for x, new in zip(recent, (k, v)))]
-    return [jnp.max(jnp.abs(a.astype(jnp.float32) - b)) / jnp.max(jnp.abs(b)) for a, b in zip(found, expected)]
+    return largest_errors(found, expected)
 
   return dict(zip(('queries', 'keys', 'values'), map(float, measured(inputs, recent, table, p))))
 
@@ -334,6 +341,6 @@ def _decode_error(work: AttentionShape, dtype: str, window: int, slots: int, hel
     inputs = jax.tree.map(lambda x: x[:slots].astype(jnp.float32), (q, cache, recent))
     expected = decoding.cached_attention(*inputs, filled, drawn, compute=Compute('float32'), **options)
     out = decode_triton.cached_attention(q, cache, recent, filled, drawn, **options)
-    return jnp.max(jnp.abs(out - expected)) / jnp.max(jnp.abs(expected))
+    return largest_errors(out, expected)[0]
 
   return float(measured(q, cache, recent, sinks))

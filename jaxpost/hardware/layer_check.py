@@ -1,7 +1,7 @@
 """Checks the results of the kernels for layers on this device: those of experts and of recurrences.
 
-The check runs before the programs of a run are compiled. What a kernel gets wrong, XLA computes. `models/grouped.py`
-and `models/recurrence_kernels.py` call the kernels.
+The check runs before the programs of a run are compiled. If a kernel is wrong for one shape, XLA computes all layers of
+its kind. `models/grouped.py` and `models/recurrence_kernels.py` call the kernels.
 
 Legend: N rows, E groups, D inputs, F outputs.
 """
@@ -29,9 +29,9 @@ EXPERTS, RECURRENCE = 'grouped', 'recurrence'  # names of the kernels
 _EXPERTS = 4
 _ROWS = (6, 90, 310)  # rows per group on average: the kernel has tiles of three sizes
 _BEYOND = 1e4  # value of rows that are in no group, which the kernel must ignore
-_ENDS = 40, 41, 130  # of the documents of a row: in a chunk, next to the border before, and after whole chunks
-_LENGTH = 230  # the last document has whole chunks, too
-_GROUPS = 2  # value heads of a key head
+# Ends of documents in two rows: in a chunk, after one token, and at borders of chunks of 32 and 64 tokens.
+_ENDS = (40, 41, 192), (64, 130, 150)
+_LENGTH = 230  # documents have whole chunks, and the rows end inside one
 
 
 class Matrix(NamedTuple):
@@ -42,13 +42,15 @@ class Matrix(NamedTuple):
 
 
 class Heads(NamedTuple):
-  """Heads of a recurrence, see `recurrence.chunked`, and a kernel for them."""
+  """The heads of a recurrence on a device, see `recurrence.chunked`, and a kernel for them."""
 
   kernel: str
   size: int
   width: int
   channels: int  # decays of a head
   corrected: bool
+  key_heads: int = 2
+  value_heads: int = 4
 
 
 def verify(compute: Compute, models: Iterable[ModelConfig | CustomConfig], shards: Collection[int] = (1,)) -> Compute:
@@ -58,12 +60,12 @@ def verify(compute: Compute, models: Iterable[ModelConfig | CustomConfig], shard
 
   Args:
     models: the models that the run trains, samples from or scores with.
-    shards: numbers of devices that the matrices of experts are split over.
+    shards: numbers of devices that the matrices of experts and the heads of recurrences are split over.
   """
   experts, recurrences = set(), set()
   for cfg in models:
     experts |= {(EXPERTS, x) for n in shards for x in (matrices(cfg, n) if compute.grouped_kernel else ())}
-    recurrences |= {(RECURRENCE, x) for x in heads(compute.recurrence_kernel, cfg)}
+    recurrences |= {(RECURRENCE, x) for n in shards for x in heads(compute.recurrence_kernel, cfg, n)}
   without = dataclasses.replace(compute, grouped_kernel=False)
   compute = kernel_check.without_wrong(compute, without, sorted(experts), trusted)
   without = dataclasses.replace(compute, recurrence_kernel='')
@@ -86,24 +88,35 @@ def matrices(cfg: ModelConfig | CustomConfig, shards: int = 1) -> set[Matrix]:
   return out
 
 
-def heads(kernel: str, cfg: ModelConfig | CustomConfig) -> list[Heads]:
-  """Returns the heads for which a kernel would run; none for a model without a recurrence that the kernel supports."""
+def heads(kernel: str, cfg: ModelConfig | CustomConfig, shards: int = 1) -> list[Heads]:
+  """Returns the heads for which a kernel would run; none for a model without a recurrence that the kernel supports.
+
+  shards: number of devices that they are split over, as `recurrence_kernels.over_mesh` does.
+  """
   if not cfg.state_shapes or cfg.mixer == 'convolution':
     return []
-  found = Heads(kernel, cfg.key_size, cfg.value_size, cfg.key_size if cfg.gate_rank else 1, cfg.mixer == 'delta')
+  of_kind = kernel, cfg.key_size, cfg.value_size, cfg.key_size if cfg.gate_rank else 1, cfg.mixer == 'delta'
+  key_heads, value_heads = cfg.key_heads, cfg.value_heads
+  if value_heads % shards == 0:
+    value_heads //= shards
+    if key_heads % shards == 0:
+      key_heads //= shards
+    elif key_heads > 1:  # repeated
+      key_heads = value_heads
+  found = Heads(*of_kind, key_heads=key_heads, value_heads=value_heads)
   return [found] if any(_supported(found)) else []
 
 
-def _supported(work: Heads) -> tuple[bool, bool]:
+def _supported(work: Heads) -> list[bool]:
   """Returns whether the kernel supports rows, and whether it supports single tokens."""
-  rows, tokens = (recurrence_kernels.supports(*work[:4], single=single) for single in (False, True))
-  return rows, tokens
+  return [recurrence_kernels.supports(*work[:4], single=single) for single in (False, True)]
 
 
 def computed_by(compute: Compute, cfg: ModelConfig) -> str:
   """Returns what computes the recurrences of a model, in words."""
   for found in heads(compute.recurrence_kernel, cfg):
-    return {(True, True): 'kernel', (True, False): 'kernel for rows'}.get(_supported(found), 'kernel for single tokens')
+    rows, tokens = _supported(found)
+    return 'kernel' if rows and tokens else 'kernel for rows' if rows else 'kernel for single tokens'
   return 'XLA'
 
 
@@ -160,7 +173,7 @@ def _in_groups(
 
   expected, expected_vjp = jax.vjp(exact, x.astype(jnp.float32), w.astype(jnp.float32))
   out, vjp = jax.vjp(lambda x, w: grouped(x, w, sizes, compute, x_dtype), x.astype(x_dtype), w.astype(w_dtype))
-  return _largest((out, vjp(g.astype(x_dtype))), (expected, expected_vjp(g.astype(jnp.float32))))
+  return kernel_check.largest_errors((out, vjp(g.astype(x_dtype))), (expected, expected_vjp(g.astype(jnp.float32))))
 
 
 def _of_recurrences(work: Heads, dtype: str) -> dict[str, float]:
@@ -169,15 +182,14 @@ def _of_recurrences(work: Heads, dtype: str) -> dict[str, float]:
   Single tokens have no gradients. This checks what was compiled, not the formulas, which both share
   (`models/recurrence_chunk.py`).
   """
-  draw = kernel_check.normal_numbers()
-  rows, kv_heads = 2, 2
-  q, k = (draw(rows, _LENGTH, kv_heads, work.size) / work.size**0.5 for _ in range(2))
-  v, log_decay, beta = (draw(rows, _LENGTH, kv_heads * _GROUPS, n) for n in (work.width, work.channels, 1))
+  draw, rows = kernel_check.normal_numbers(), len(_ENDS)
+  q, k = (draw(rows, _LENGTH, work.key_heads, work.size) / work.size**0.5 for _ in range(2))
+  v, log_decay, beta = (draw(rows, _LENGTH, work.value_heads, n) for n in (work.width, work.channels, 1))
   # Half of the heads have slow decays, so that the state matters for several chunks.
-  is_fast = jnp.arange(kv_heads * _GROUPS)[:, None] % 2
+  is_fast = jnp.arange(work.value_heads)[:, None] % 2
   terms = *(x.astype(dtype) for x in (q, k, v)), -jnp.exp(2 * log_decay - 7 + 5 * is_fast), jax.nn.sigmoid(beta[..., 0])
-  state, g_state = (draw(rows, kv_heads * _GROUPS, work.size, work.width) for _ in range(2))
-  runs = jnp.asarray(np.searchsorted(_ENDS, np.tile(np.arange(_LENGTH), (rows, 1)), side='right'), jnp.int32)
+  state, g_state = (draw(rows, work.value_heads, work.size, work.width) for _ in range(2))
+  runs = jnp.asarray([np.searchsorted(ends, np.arange(_LENGTH), side='right') for ends in _ENDS], jnp.int32)
 
   def exact(terms, runs, state):
     return recurrence.chunked(*terms, runs=runs, state=state, dtype='float32', corrected=work.corrected)
@@ -190,13 +202,13 @@ def _of_recurrences(work: Heads, dtype: str) -> dict[str, float]:
       jax.vjp(lambda terms, state, fn=fn: fn(terms, runs, state), inputs, state)
       for fn, inputs in ((fast, terms), (exact, tuple(x.astype(jnp.float32) for x in terms)))
     )
-    return _largest((found, vjp(g)), (expected, expected_vjp(g)))
+    return kernel_check.largest_errors((found, vjp(g)), (expected, expected_vjp(g)))
 
   @functools.partial(jax.jit, compiler_options=kernel_check.compiler_options())
   def of_token(terms, runs, state):
     terms, runs = tuple(x[:, :1] for x in terms), runs[:, :1]
     found = recurrence_triton.one_token(terms, runs, state, corrected=work.corrected)
-    return _largest(found, exact(terms, runs, state))
+    return kernel_check.largest_errors(found, exact(terms, runs, state))
 
   supports_rows, supports_tokens = _supported(work)
   out: dict[str, jax.Array] = {}
@@ -206,8 +218,3 @@ def _of_recurrences(work: Heads, dtype: str) -> dict[str, float]:
     names = 'out', 'state', 'q', 'k', 'v', 'log_decay', 'beta', 'state before'
     out |= zip(names, of_rows(terms, runs, state, (draw(*v.shape), g_state)))
   return {name: float(x) for name, x in out.items()}
-
-
-def _largest(found, expected) -> list[jax.Array]:
-  pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-  return [jnp.max(jnp.abs(a.astype(jnp.float32) - b)) / jnp.max(jnp.abs(b)) for a, b in pairs]

@@ -23,6 +23,7 @@ from jaxpost.models.recurrence_chunk import EXACT, KernelSettings, Terms, chunk_
 
 CHUNK = 64
 _HEADS = 8  # value heads of a program, at most; with 4, it takes a fifth longer
+_STATES = 2**18  # elements of the states of a program, at most; with 2^19, a v5p has too little vector memory
 HEAD = 1
 PARAMETERS = pltpu.CompilerParams(dimension_semantics=('parallel', 'parallel', 'parallel', 'arbitrary'))
 
@@ -30,7 +31,7 @@ PARAMETERS = pltpu.CompilerParams(dimension_semantics=('parallel', 'parallel', '
 def supports(size: int, width: int, channels: int, single: bool) -> bool:
   """Returns whether the kernel supports such heads, see `recurrence_kernels.supports`.
 
-  XLA for TPU updates the states of single tokens in place.
+  Single tokens are left to XLA, which updates their states in place on TPUs.
   """
   return channels == 1 and not single and all(n % 16 == 0 and n <= 256 for n in (size, width))
 
@@ -115,19 +116,20 @@ def arranged(terms: Terms) -> Terms:
   return q, k, v, log_decay, beta
 
 
-def _split(kv_heads: int, heads: int) -> tuple[int, int, int]:
+def _split(kv_heads: int, heads: int, size: int, width: int) -> tuple[int, int, int]:
   """Returns k, h and P, see the module."""
-  group = heads // kv_heads
-  of_key_head = max(n for n in range(1, _HEADS + 1) if group % n == 0)
+  group, lanes = heads // kv_heads, -(-width // 128) * 128
+  most = min(_HEADS, _STATES // (size * lanes))
+  of_key_head = max(n for n in range(1, most + 1) if group % n == 0)
   if of_key_head < group:
     return 1, of_key_head, group // of_key_head
-  k = max(n for n in range(1, _HEADS // group + 1) if kv_heads % n == 0)
+  k = max(n for n in range(1, most // group + 1) if kv_heads % n == 0)
   return k, k * group, 1
 
 
 def gradient_parts(k: jax.Array, v: jax.Array) -> tuple[tuple[int, ...], int]:
-  """Returns the shape of the gradients of keys, of which each part has its own, and 1, as decays are in no parts."""
-  return (_split(k.shape[1], v.shape[1])[2], *k.shape), 1
+  """Returns the shape of the gradients of q and k, of which each of P programs has its own, and 1: decays have one."""
+  return (_split(k.shape[1], v.shape[1], k.shape[3], v.shape[3])[2], *k.shape), 1
 
 
 def blocks(k: jax.Array, v: jax.Array, reverse: bool) -> tuple[tuple[int, ...], dict[str, pl.BlockSpec]]:
@@ -139,7 +141,7 @@ def blocks(k: jax.Array, v: jax.Array, reverse: bool) -> tuple[tuple[int, ...], 
     reverse: whether the last chunk comes first.
   """
   (rows, kv_heads, length, size), (heads, width) = k.shape, (v.shape[1], v.shape[3])
-  chunks, (k_heads, h, parts) = length // CHUNK, _split(kv_heads, heads)
+  chunks, (k_heads, h, parts) = length // CHUNK, _split(kv_heads, heads, size, width)
 
   def at(n):
     return chunks - 1 - n if reverse else n

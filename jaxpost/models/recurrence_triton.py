@@ -26,12 +26,7 @@ PARAMETERS = plgpu.CompilerParams(num_warps=8, num_stages=1)
 
 
 def supports(size: int, width: int, channels: int, single: bool) -> bool:
-  """Returns whether the kernels support heads whose keys and values have these sizes.
-
-  Args:
-    channels: decays of a head.
-    single: whether it is for `one_token`, which supports several channels.
-  """
+  """Returns whether the kernels support such heads, see `recurrence_kernels.supports`; `one_token` has any channels."""
   return (channels == 1 or single) and all(16 <= n <= 256 and n & (n - 1) == 0 for n in (size, width))
 
 

@@ -21,13 +21,7 @@ if TYPE_CHECKING:
 
 
 class EnginePrograms:
-  """Programs of one engine on one layout.
-
-  init: () -> DecodeState with empty slots.
-  prefill: (weights, tokens, lengths) -> Prefilled.
-  insert: (state, prefilled, entry, run key, step) -> state.
-  move: (state, source slots) -> state.
-  """
+  """Programs of one engine on one layout; `programs.generate` has their arguments and results."""
 
   def __init__(
     self,
@@ -46,10 +40,8 @@ class EnginePrograms:
     """Creates the programs; nothing is compiled yet.
 
     Args:
-      cache_shape: (slots, entries of each), or (pages, entries of each).
-      paged: whether the cache has pages.
+      cache_shape, sampling: as in `generate.empty_state`.
       report: arguments `top` and `allowed` of `sampling.draw`.
-      sampling: settings of an empty slot.
     """
     self._model = model
     self._placed = dict(layout=layout, compute=compute, ledger=ledger)

@@ -24,11 +24,7 @@ class PageCopy(NamedTuple):
 
 
 class PageTable:
-  """The pages of each sequence of an engine, and the free pages.
-
-  size: entries of a page.
-  count: number of pages, including the reserved page 0.
-  """
+  """The pages of each sequence of an engine, and the free ones; there are `count`, with the reserved page 0."""
 
   def __init__(self, size: int, count: int):
     self.size = size
