@@ -169,7 +169,7 @@ ENTRIES = (
     '... with all that options select',
     (GRPO, 'launch.train'),
     (255, 40_910, 18),
-    (248, 40_811, 20),
+    (248, 40_812, 20),
     options=('jaxpost.algorithms',),
   ),
 )

@@ -288,8 +288,8 @@ def test_a_wrong_kernel_is_not_used(monkeypatch, interpreted, caplog, tmp_path, 
     out, state = right(*args, **options)
     return out.at[0, 3, 0, 1].set(jnp.nan), state
 
-  class MosaicError(Exception):  # as in jax
-    pass
+  class MosaicError(Exception):  # as in JAX
+    __module__ = 'jax._src.pallas.mosaic.error_handling'
 
   def is_refused(*args, **options):
     raise MosaicError('no rule')
