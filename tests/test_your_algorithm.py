@@ -106,7 +106,7 @@ def test_a_credit_of_whole_completions_trains(nano, tmp_path, result):
 
 
 @pytest.mark.parametrize('loss, shape', [('sum()', r'\(\)'), ('mean(1)', r'\(\d+,\)')])
-def test_a_loss_that_is_no_value_per_token_is_refused(model, tmp_path, loss, shape):
+def test_a_loss_that_is_no_value_per_token_is_refused(nano, tmp_path, loss, shape):
   """A sum over tokens was multiplied by the weight of each token, so each counted for all."""
   file = tmp_path / 'mine.py'
   file.write_text(
@@ -115,7 +115,7 @@ def test_a_loss_that_is_no_value_per_token_is_refused(model, tmp_path, loss, sha
     )
   )
   with pytest.raises(InputError, match=rf'the loss of an objective has the shape {shape}, must have \(\d+, \d+\)'):
-    run(tiny.grpo_config(model, algorithm=str(file), train=dict(steps=1)), tmp_path / 'run')
+    run(tiny.grpo_config(nano, algorithm=str(file), train=dict(steps=1)), tmp_path / 'run')
 
 
 def test_metrics_of_advantages_leave_out_what_is_not_trained():
