@@ -100,7 +100,7 @@ def _forward(kernel, settings, terms, state, *, runs, keep):
   module, v, (rows, heads, *sizes) = KERNELS[kernel], terms[2], state.shape
   outputs = [('values', v.shape, v.dtype), ('state', state.shape, jnp.float32)]
   outputs += [('states', (rows, heads, runs.shape[1] // module.CHUNK, *sizes), settings.dtype)] * keep
-  return _call(module, module.forward_kernel, settings, terms, runs=runs, inputs=[('state', state)], outputs=outputs)
+  return _call(module, 'forward', settings, terms, runs=runs, inputs=[('state', state)], outputs=outputs)
 
 
 def _over_rows_backward(kernel, settings, saved, g):
@@ -110,7 +110,7 @@ def _over_rows_backward(kernel, settings, saved, g):
   outputs = [('d_keys', d_keys, k.dtype)] * 2 + [('values', v.shape, v.dtype)]
   outputs += [('d_scalars', (parts, *log_decay.shape), jnp.float32)] * 2 + [('state', g[1].shape, jnp.float32)]
   inputs = [('states', states), ('values', g[0]), ('state', g[1])]
-  gradients = _call(module, module.backward_kernel, settings, terms, runs=runs, inputs=inputs, outputs=outputs)
+  gradients = _call(module, 'backward', settings, terms, runs=runs, inputs=inputs, outputs=outputs)
   dq, dk, dv, d_decay, d_beta, d_state = gradients
   # Parts, and perhaps the value heads of a key head, have their own gradients of what they share.
   head = module.HEAD + 1
@@ -122,9 +122,10 @@ def _over_rows_backward(kernel, settings, saved, g):
 _over_rows.defvjp(_over_rows_forward, _over_rows_backward)
 
 
-def _call(module, kernel, settings, terms, *, runs, inputs, outputs):
+def _call(module, direction, settings, terms, *, runs, inputs, outputs):
   """Calls a kernel with the terms, the runs, and further inputs (block, array); `outputs` are (block, shape, type)."""
-  grid, blocks = module.blocks(terms[1], terms[2], reverse=kernel is module.backward_kernel)
+  kernel = module.backward_kernel if direction == 'backward' else module.forward_kernel
+  grid, blocks = module.blocks(terms[1], terms[2], reverse=direction == 'backward')
   by_chunk = runs.reshape(len(runs), -1, 1, module.CHUNK)
   runs_before = jnp.pad(by_chunk[:, :-1, :, -1:], ((0, 0), (1, 0), (0, 0), (0, 0)))
   names = 'keys', 'keys', 'values', 'scalars', 'scalars'
@@ -137,5 +138,5 @@ def _call(module, kernel, settings, terms, *, runs, inputs, outputs):
     out_shape=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in outputs],
     compiler_params=module.PARAMETERS,
     interpret=settings.interpret,
-    name=f'recurrence_{kernel.__name__.removesuffix("_kernel")}',
+    name=f'recurrence_{direction}_{module.CHUNK}',  # `planning.kernels` reads it
   )(*(x for _, x in inputs))

@@ -1,7 +1,7 @@
 """Costs of custom kernels, which XLA's cost analysis cannot see.
 
 Kernels of attention (`models/attention_kernels.py`), of grouped products (`models/grouped.py`) and of recurrences
-(`models/recurrence.py`) are known. Others count as no FLOPs and one read of each argument.
+(`models/recurrence_kernels.py`) are known. Others count as no FLOPs and one read of each argument.
 
 Legend: B rows, T tokens, H heads, h head size, hv that of values.
 """
@@ -18,9 +18,8 @@ _TRITON = {'forward': (1, 1), 'queries': (2, 1), 'keys': (2, 2)}
 _TRITON_NAME = re.compile(r'attention_(forward|queries|keys)_(\d+)')
 _DECODE_NAME = re.compile(r'decode_(\d+)')
 _GROUPED_NAME = re.compile(r'grouped_(rows|matrices)')
-_RECURRENCE_NAME = re.compile(r'recurrence_(forward|backward)')
-_TPU_TARGET, _TRITON_TARGET = 'tpu_custom_call', '__gpu$xla.gpu.triton'
-_RECURRENCE_CHUNKS = {_TPU_TARGET: 64, _TRITON_TARGET: 32}  # tokens, see `models/recurrence_kernels.py`
+_RECURRENCE_NAME = re.compile(r'recurrence_(forward|backward)_(\d+)')
+_TRITON_TARGET = '__gpu$xla.gpu.triton'
 
 
 def cost(op: hlo.Op, arguments: list[hlo.Array], filled: int = 0) -> tuple[float, float]:
@@ -31,7 +30,7 @@ def cost(op: hlo.Op, arguments: list[hlo.Array], filled: int = 0) -> tuple[float
   if not is_one(op):
     return 0.0, 0.0
   if match := _RECURRENCE_NAME.search(hlo.op_name(op)):
-    return (3.0 if match[1] == 'backward' else 1.0) * _recurrence(arguments, _RECURRENCE_CHUNKS[_target(op)]), 0.0
+    return (3.0 if match[1] == 'backward' else 1.0) * _recurrence(arguments, int(match[2])), 0.0
   if _target(op) == _TRITON_TARGET:
     if match := _DECODE_NAME.search(hlo.op_name(op)):
       return _decode(arguments, int(match[1]), filled)
@@ -50,7 +49,7 @@ def cost(op: hlo.Op, arguments: list[hlo.Array], filled: int = 0) -> tuple[float
 
 
 def is_one(op: hlo.Op) -> bool:
-  return op.kind == 'custom-call' and _target(op) in (_TPU_TARGET, _TRITON_TARGET)
+  return op.kind == 'custom-call' and _target(op) in ('tpu_custom_call', _TRITON_TARGET)
 
 
 def _target(op: hlo.Op) -> str:
