@@ -20,7 +20,7 @@ from jaxpost.models import recurrence, recurrence_chunk, recurrence_kernels, rec
 from jaxpost.stage import place, prepare
 
 ROWS, TOKEN = recurrence_kernels.over_rows, recurrence_triton.one_token
-HEADS = layer_check.Heads('triton', 16, 32, 1, corrected=True)
+HEADS = layer_check.Heads('triton', 16, 32, 1, corrected=True, key_heads=2, value_heads=4)
 SIZES = dict(key_size=16, value_size=16)  # the smallest that the kernels support
 
 

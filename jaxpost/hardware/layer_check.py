@@ -49,8 +49,8 @@ class Heads(NamedTuple):
   width: int
   channels: int  # decays of a head
   corrected: bool
-  key_heads: int = 2
-  value_heads: int = 4
+  key_heads: int
+  value_heads: int
 
 
 def verify(compute: Compute, models: Iterable[ModelConfig | CustomConfig], shards: Collection[int] = (1,)) -> Compute:
@@ -95,7 +95,6 @@ def heads(kernel: str, cfg: ModelConfig | CustomConfig, shards: int = 1) -> list
   """
   if not cfg.state_shapes or cfg.mixer == 'convolution':
     return []
-  of_kind = kernel, cfg.key_size, cfg.value_size, cfg.key_size if cfg.gate_rank else 1, cfg.mixer == 'delta'
   key_heads, value_heads = cfg.key_heads, cfg.value_heads
   if value_heads % shards == 0:
     value_heads //= shards
@@ -103,7 +102,8 @@ def heads(kernel: str, cfg: ModelConfig | CustomConfig, shards: int = 1) -> list
       key_heads //= shards
     elif key_heads > 1:  # repeated
       key_heads = value_heads
-  found = Heads(*of_kind, key_heads=key_heads, value_heads=value_heads)
+  channels = cfg.key_size if cfg.gate_rank else 1
+  found = Heads(kernel, cfg.key_size, cfg.value_size, channels, cfg.mixer == 'delta', key_heads, value_heads)
   return [found] if any(_supported(found)) else []
 
 

@@ -86,8 +86,7 @@ def over_rows(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _over_rows(kernel: str, settings: KernelSettings, terms: Terms, state: jax.Array, runs: jax.Array):
-  out, state = _forward(kernel, settings, terms, state, runs=runs, keep=False)
-  return out, state
+  return tuple(_forward(kernel, settings, terms, state, runs=runs, keep=False))
 
 
 def _over_rows_forward(kernel, settings, terms, state, runs):
