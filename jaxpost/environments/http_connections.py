@@ -64,7 +64,7 @@ class Call:
   send_event: Callable[[str], Awaitable[None]]
   body: bytes = b''
   client_left: bool = False  # True once the client has closed the connection
-  # What the answer waits for, which is cancelled when the client leaves.
+  # Futures that the answer waits for; they are cancelled when the client leaves.
   futures: list[concurrent.futures.Future] = dataclasses.field(default_factory=list)
 
   def leave(self) -> None:

@@ -90,7 +90,7 @@ class EventStream:
       response: the whole answer, as `openai_format.response` makes it.
       with_usage: adds an event with the number of tokens.
     """
-    shared = {name: response[name] for name in ('prompt_token_ids',) if name in response}
+    shared = {name: value for name, value in response.items() if name == 'prompt_token_ids'}
     events = [self._event(choices=[self._last(c)], **shared) for c in response['choices']]
     if with_usage:
       events.append(self._event(choices=[], usage=response['usage']))

@@ -112,7 +112,7 @@ def _changes(model: Model, compute: Compute, layout: Layout, params: dict) -> di
   """
   index = jnp.arange(2 * _HALF)
   in_first, before_last = index < _HALF, index < _HALF - 1  # before the last token of the first document
-  # What changes: the tokens that are others, and those whose hidden states stay.
+  # {what changes: (tokens that are replaced, tokens whose hidden states must stay)}
   cases = {'later tokens': (~before_last, before_last), 'other documents': (in_first, ~in_first)}
   tokens = jnp.stack([7 * index, *(7 * index + changed for changed, _ in cases.values())])
   positions, segment_ids = (jnp.broadcast_to(x, tokens.shape) for x in (index % _HALF, 1 + index // _HALF))

@@ -155,9 +155,9 @@ def recall(saved: dict | None, checkpoints: epath.Path) -> Source | None:
 
 def path_of_run(run: epath.Path, path: str) -> str:
   """Returns a path of a run's config in the folder where the run was last started; unchanged if it has no such file."""
-  folders = [entry.get('folder', '') for entry in metrics.read_growing(run / start.FILE)]
+  folders = [entry.get('folder', '') for entry in (metrics.read_growing(run / start.FILE) if path else ())]
   place = os.path.join(*folders[-1:], path)
-  return place if path and os.path.exists(place) else path
+  return place if os.path.exists(place) else path
 
 
 def saved_tokenizer_path(run: epath.Path, section: ModelSection) -> str:
