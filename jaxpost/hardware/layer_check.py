@@ -102,8 +102,8 @@ def heads(kernel: str, cfg: ModelConfig | CustomConfig, shards: int = 1) -> list
       key_heads //= shards
     elif key_heads > 1:  # repeated
       key_heads = value_heads
-  channels = cfg.key_size if cfg.gate_rank else 1
-  found = Heads(kernel, cfg.key_size, cfg.value_size, channels, cfg.mixer == 'delta', key_heads, value_heads)
+  of_kind = kernel, cfg.key_size, cfg.value_size, cfg.key_size if cfg.gate_rank else 1, cfg.mixer == 'delta'
+  found = Heads(*of_kind, key_heads=key_heads, value_heads=value_heads)
   return [found] if any(_supported(found)) else []
 
 
