@@ -35,7 +35,8 @@ class Compute:
       does everywhere for the gradient of the matrices, which it therefore does not compute.
     attention: implementation, see `models.layers.attention`.
     forced: raise an error where it does not support something, instead of using another one.
-    decode_kernel: decode by `models/decode_triton.py`; an engine clears it for models that this does not support.
+    decode_kernel: kernel of `models/decode_kernels.py` for decoding; an engine clears it for models that it does not
+      support; '': none.
     grouped_kernel: multiply groups of rows, of 16 bits, by a kernel, see `models.grouped.grouped`.
     recurrence_kernel: kernel of `models/recurrence_kernels.py` for the recurrences that it supports; '': none.
     rejected_shapes: `AttentionShape`s for which the attention kernel is wrong on this device; XLA computes those.
@@ -55,7 +56,7 @@ class Compute:
   ragged: bool = False
   attention: str = 'chunked'
   forced: bool = False
-  decode_kernel: bool = False
+  decode_kernel: str = ''
   grouped_kernel: bool = False
   recurrence_kernel: str = ''
   rejected_shapes: tuple = ()
@@ -105,7 +106,7 @@ def compute_for(
     platform='tpu' if platform == 'tpu' else 'gpu',
     group_block=256,
     ragged=platform == 'tpu',
-    decode_kernel=attention == 'triton' and triton,
+    decode_kernel={'triton': 'triton', 'splash': 'mosaic'}.get(attention, '') if has_kernels else '',
     grouped_kernel=has_kernels,
     recurrence_kernel=('mosaic' if platform == 'tpu' else 'triton') if has_kernels else '',
   )

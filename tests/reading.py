@@ -46,6 +46,8 @@ OPTIONS = {
   'jaxpost.formats.peft': 'lora.rank',
   'jaxpost.models.attention_kernels': 'model.attention',
   'jaxpost.models.attention_triton': 'model.attention',
+  'jaxpost.models.decode_kernels': 'model.attention',
+  'jaxpost.models.decode_mosaic': 'model.attention',
   'jaxpost.models.decode_triton': 'model.attention',
   'jaxpost.models.grouped_triton': 'model.path',
   'jaxpost.hardware.layer_check': 'model.path',

@@ -1,8 +1,8 @@
 """Attention of `jaxpost.models`: each implementation equals a reference in outputs and gradients; how one is chosen.
 
-The implementations are XLA in chunks, splash (TPU), and Triton kernels of training and of decoding (GPU). Further tests
-cover the choice by platform and shape, the check of kernels before a run (`hardware.kernel_check`), meshes of eight
-devices, and train steps that are compiled for described accelerators.
+The implementations are XLA in chunks, splash (TPU), and a Triton kernel (GPU). Further tests cover the choice by
+platform and shape, the check of kernels before a run (`hardware.kernel_check`), meshes of eight devices, and train
+steps that are compiled for described accelerators.
 
 Legend: B rows, T tokens, H heads, K kv heads, h head size, hv head size of values.
 """
@@ -30,23 +30,12 @@ from jaxpost import models
 from jaxpost.distributed import coordination
 from jaxpost.distributed.mesh import AXES, Layout, row_shards
 from jaxpost.errors import InputError
-from jaxpost.hardware import kernel_check, layer_check, probe
+from jaxpost.hardware import kernel_check, layer_check
 from jaxpost.matmul import Compute, compute_for
-from jaxpost.models import (
-  attention_kernels,
-  attention_triton,
-  attention_xla,
-  context_parallel,
-  decode_triton,
-  decoding,
-  layers,
-  parameters,
-)
-from jaxpost.models import model as model_lib
-from jaxpost.models.config import Experts, Rope
+from jaxpost.models import attention_kernels, attention_triton, attention_xla, context_parallel, decode_kernels, layers
+from jaxpost.models.config import Experts
 from jaxpost.rollout.sampler_config import SamplerConfig
 from jaxpost.stage import place, prepare
-from jaxpost.types import Cache
 
 CLONE = pathlib.Path(__file__).parents[1]
 # Options that a layer may have besides documents and groups of heads.
@@ -372,106 +361,6 @@ def test_triton_does_not_read_other_branches():
     assert bool((a[:, 384:] == b[:, 384:]).all() and (a[:, 128:256] == b[:, 128:256]).all())
 
 
-@pytest.mark.parametrize('layer', LAYERS)
-@pytest.mark.parametrize('shape', ['groups', 'latent'])
-@pytest.mark.parametrize('chunked', [False, True])
-def test_triton_decoding_equals_xla_decoding(monkeypatch, shape, layer, chunked):
-  """Slots are empty, short and full, and some have so many entries that several blocks of the device share them.
-
-  Tokens of the block that are not drawn yet are not read.
-  """
-  (_, heads, kv_heads, size, values), fields = SHAPES[shape], LAYERS[layer]
-  window = fields.get('window', 0)
-  if chunked and not window:
-    pytest.skip('chunks are a kind of window')
-  random = np.random.RandomState(0)
-  room, block, step = 600, 8, jnp.int32(5)
-  filled = jnp.array([0, 1, 65, 599, 1000])  # the last slot is idle: its count goes on past the room
-
-  def draw(*shape):
-    return jnp.asarray(random.standard_normal((len(filled), *shape)), jnp.float32)
-
-  q = draw(1, heads, size)
-  cache, recent = ((draw(kv_heads, n, size), draw(kv_heads, n, values)) for n in (room, block))
-  cfg = tiny.config(num_heads=heads, num_kv_heads=kv_heads, head_dim=size, attention_softcap=fields.get('cap', 0.0))
-  if chunked:
-    cfg = types.SimpleNamespace(
-      **{n: getattr(cfg, n) for n in ('head_dim', 'attention_scale', 'attention_softcap')}, chunked=True
-    )
-  sinks = draw(heads)[0] if fields.get('sinks') else None
-  options = dict(window=window, cfg=cfg, sinks=sinks)
-  expected = decoding.cached_attention(q, cache, recent, filled, step, compute=tiny.EXACT, **options)
-  monkeypatch.setattr(decode_triton, 'attend', functools.partial(decode_triton.attend, interpret=True))
-  drawn = [x.at[:, :, step + 1 :].set(jnp.nan) for x in recent]
-  actual = decode_triton.cached_attention(q, cache, drawn, filled, step, **options)
-  if window:  # In an idle slot XLA's window starts from the count, which is past all entries.
-    actual, expected = actual[:-1], expected[:-1]
-  assert tiny.largest(actual - expected) <= 1e-5 * tiny.largest(expected)
-
-
-# (whether heads are rotated in the kernel, fields of the config)
-ROTATED = {
-  'norm': (True, {}),
-  'no_norm': (True, dict(qk_norm='', num_heads=3, num_kv_heads=1)),
-  'offset': (True, dict(norm_offset=1.0, attention_scale=0.3, attention_softcap=5.0)),
-  'sinks': (True, dict(qk_norm='', biases=('q', 'k', 'v', 'sinks'))),
-  'odd_size': (True, dict(head_dim=24, layer_windows=(4, 0))),
-  'scaled': (True, dict(ropes=(Rope(scaling=(('rope_type', 'linear'), ('factor', 4.0))),))),
-  'one_layer': (True, dict(layer_ropes=(0, -1))),
-  'part': (False, dict(rotary_dim=4)),
-  'pairs': (False, dict(ropes=(Rope(interleaved=True),))),
-  'wide': (False, dict(qk_norm='wide')),
-}
-
-
-@pytest.mark.parametrize('name', ROTATED)
-def test_decoding_with_heads_rotated_in_a_kernel_equals_xla(monkeypatch, name):
-  """Hidden states and cache entries are those of XLA, in a block that already has tokens."""
-  in_kernel, fields = ROTATED[name]
-  cfg = tiny.config(**fields)
-  params = parameters.unstack_layers(tiny.params(model_lib.build(cfg)), cfg.layer_stacks)
-  random = np.random.RandomState(0)
-  slots, step = 3, jnp.int32(2)
-  tokens, filled = jnp.array([3, 5, 9]), jnp.array([0, 4, 7])
-
-  def entries(number):
-    shape = slots, cfg.num_kv_heads, number, cfg.head_dim
-    return [tuple(jnp.asarray(random.standard_normal(shape), jnp.float32) for _ in range(2)) for _ in range(2)]
-
-  cache, recent = Cache(*entries(8)), Cache(*entries(4))
-  args = params, cache, recent, tokens, filled, step, cfg
-  expected = decoding.decode(*args, tiny.EXACT)
-  rotate, rotated = decode_triton.rotate_and_write, []
-  monkeypatch.setattr(decode_triton, 'attend', functools.partial(decode_triton.attend, interpret=True))
-  monkeypatch.setattr(
-    decode_triton, 'rotate_and_write', lambda *a, **kw: rotated.append(1) or rotate(*a, interpret=True, **kw)
-  )
-  actual = decoding.decode(*args, dataclasses.replace(tiny.EXACT, decode_kernel=True))
-  assert len(rotated) == (len([r for r in cfg.layer_ropes or (0, 0) if r >= 0]) if in_kernel else 0)
-  for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-    assert tiny.largest(a - b) <= 1e-5 * tiny.largest(b)
-
-
-@pytest.mark.parametrize('size, values', [(64, 64), (128, 128), (96, 256), (192, 128), (256, 256)])
-def test_decoding_fits_the_shared_memory_of_small_gpus(monkeypatch, size, values):
-  """An L4 has 99 KiB per block, which hold the queries, and the keys and values of all stages but one."""
-  stages_used, call = [], decode_triton.pl.pallas_call
-
-  def record_stages(*args, compiler_params, **options):
-    stages_used.append(compiler_params.num_stages)
-    return call(*args, compiler_params=compiler_params, **options)
-
-  monkeypatch.setattr(decode_triton.pl, 'pallas_call', record_stages)
-  arrays = [[jnp.zeros((4, 2, n, h), jnp.bfloat16) for h in (size, values)] for n in (512, 32)]
-  run = functools.partial(decode_triton.attend, window=0, cfg=tiny.config(), interpret=True)
-  jax.eval_shape(run, jnp.zeros((4, 2, 16, size)), *map(tuple, arrays), jnp.zeros(4, int), jnp.int32(0), None)
-  (stages,) = stages_used
-  padded_size, padded_values = map(attention_triton.padded, (size, values))
-  assert (
-    (stages - 1) * decode_triton._ENTRIES * (padded_size + padded_values) + 16 * padded_size
-  ) * 2 + 1024 <= 99 * 1024
-
-
 # --------------------------------------------------------------------- choice
 
 
@@ -735,39 +624,6 @@ def test_xla_attention_and_traced_programs_check_no_kernel(monkeypatch):
   jax.jit(lambda q, k, v: layers.attention(q, k, v, compute=compute, **options)).lower(*args[:3])
 
 
-def test_decoding_kernel_with_wrong_results_is_not_used(monkeypatch, verify_splash, caplog):
-  """Also with `attention: triton`, which names no decoding kernel. Without a model that samples, no check runs."""
-  monkeypatch.setattr(kernel_check, '_DECODED', ((4, 4, 96, 8), (3, 5, 50, 16)))
-  attend, calls = decode_triton.attend, []
-
-  def correct(*args, **options):
-    calls.append(args[0].shape)
-    return attend(*args, interpret=True, **options)
-
-  def wrong(q, cache, recent, filled, *inputs, **options):
-    return correct(q, cache, recent, filled // 2, *inputs, **options)
-
-  rotate = functools.partial(decode_triton.rotate_and_write, interpret=True)
-
-  def wrong_rotate(q, k, v, *inputs, **options):
-    return rotate(q, v, k, *inputs, **options)
-
-  for name in 'auto', 'triton':
-    compute = compute_for('gpu', 'bfloat16', 'none', name)
-    for kernel, rotation, used in ((wrong, rotate, False), (correct, wrong_rotate, False), (correct, rotate, True)):
-      monkeypatch.setattr(decode_triton, 'attend', kernel)
-      monkeypatch.setattr(decode_triton, 'rotate_and_write', rotation)
-      kernel_check.trusted.cache_clear()
-      settled = kernel_check.verify(compute, [], [MODEL])
-      assert settled == dataclasses.replace(compute, decode_kernel=used)
-    assert 'decode is wrong on' in caplog.text
-    (key,) = json.loads((probe.cache_file('attention.json')).read_text())
-    assert key.startswith('decode ')
-    probe.cache_file('attention.json').unlink()
-  calls.clear()
-  assert kernel_check.verify(compute, []) == compute and not calls
-
-
 def test_kernels_that_jax_cannot_import_are_not_used(monkeypatch, verify_splash, caplog):
   """A later JAX may lack Pallas for Triton: a run goes on without these kernels, with one warning for each."""
   missing = 'attention_triton', 'decode_triton', 'grouped_triton'
@@ -780,7 +636,7 @@ def test_kernels_that_jax_cannot_import_are_not_used(monkeypatch, verify_splash,
   settled = kernel_check.verify(compute, [kernel_check.KernelUse(cfg, 256)], [cfg])
   assert [x.length for x in settled.rejected_shapes] == [256] and not settled.decode_kernel
   assert not layer_check.verify(settled, [cfg]).grouped_kernel
-  assert not attention_kernels.compute_of_decoding(settled, cfg, SamplerConfig(4, 16, 16, (1,))).decode_kernel
+  assert not decode_kernels.compute_of_decoding(settled, cfg, SamplerConfig(4, 16, 16, (1,))).decode_kernel
   for name, record in zip(missing, caplog.records, strict=True):
     assert f'ModuleNotFoundError: import of jaxpost.models.{name}' in record.message
   layer_check.trusted.cache_clear()
@@ -797,6 +653,9 @@ def test_choices_report_what_xla_computes(tmp_path):
     (folder, 'gpu', dict(rollout=dict(page_size=16)), False, 'triton (gpu), decoding by XLA'),
     (folder, 'gpu', dict(rollout=dict(cache='int8')), False, 'triton (gpu), decoding by XLA'),
     (folder, 'tpu', dict(), False, 'splash (tpu)'),
+    (folder, 'tpu', dict(), True, 'splash (tpu), decoding by XLA'),
+    (folder, 'tpu', dict(rollout=dict(page_size=128)), False, 'splash (tpu)'),
+    (folder, 'tpu', dict(rollout=dict(page_size=16)), False, 'splash (tpu), decoding by XLA'),
     (folder, 'tpu', shared, False, 'splash (tpu)'),
     (windowed, 'tpu', shared, False, 'splash (tpu), by XLA for rows with a shared prompt'),
   ):
@@ -806,7 +665,7 @@ def test_choices_report_what_xla_computes(tmp_path):
     finally:
       prepared.close()
     compute = dataclasses.replace(
-      compute_for(platform, 'bfloat16', 'none'), **{'decode_kernel': False} if rejected else {}
+      compute_for(platform, 'bfloat16', 'none'), **{'decode_kernel': ''} if rejected else {}
     )
     assert dataclasses.replace(placed, compute=compute).choices['model.attention'] == attention
 
@@ -975,41 +834,12 @@ def main():
       out[f'{text} {windows} {branches}'] = max(
         tiny.difference(a, b) for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
       )
-  print(json.dumps(out | decoding_errors()))
-
-
-def decoding_errors():
-  """{layout: relative error} of the decoding kernel; with tensor=4 there are more devices than kv heads."""
-  from jaxpost.distributed.phases import make_layout
-
-  out, random = {}, np.random.RandomState(0)
-  run = functools.partial(decode_triton.attend, interpret=True)
-  cfg = tiny.config(num_heads=4, num_kv_heads=2, head_dim=16)
-
-  def draw(*shape):
-    return jnp.asarray(random.standard_normal(shape), jnp.float32)
-
-  inputs = (
-    draw(8, 1, 4, 16),
-    *((draw(8, 2, n, 16), draw(8, 2, n, 16)) for n in (40, 4)),
-    jnp.arange(8) * 5,
-    jnp.int32(2),
-  )
-  for text in 'data=4,tensor=2', 'data=2,tensor=4':
-    for sinks in (None, draw(4)):
-      options = dict(window=0, cfg=cfg, sinks=sinks)
-      layout = make_layout(text, 'rollout', '--mesh')
-      with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode_triton, 'attend', run)
-        actual = jax.jit(functools.partial(decode_triton.cached_attention, layout=layout, **options))(*inputs)
-      expected = decoding.cached_attention(*inputs, compute=tiny.EXACT, **options)
-      out[f'decode {text} {sinks is not None}'] = tiny.difference(actual, expected)
-  return out
+  print(json.dumps(out))
 
 
 def test_sharded_kernels_equal_reference_in_all_layouts():
   errors = children.printed(__file__, devices=8)
-  assert len(errors) == 3 * len(LAYOUTS) + 4
+  assert len(errors) == 3 * len(LAYOUTS)
   assert {k: x for k, x in errors.items() if not x <= 1e-5} == {}
 
 

@@ -776,6 +776,23 @@ def test_decode_kernel_reads_only_filled_entries_of_the_cache(window, filled, re
   assert sum(x.bytes for x in operands[1:]) + extra_bytes == pytest.approx(64 * 8 * (read + 32 / 2) * (128 + 64) * 2)
 
 
+@pytest.mark.parametrize('paged', [False, True])
+def test_decode_kernel_of_tpus_reads_whole_chunks(paged):
+  """The last of the chunks of 256 entries is half full on average; pages are read from several arguments."""
+  text = (
+    '  %x = bf16[64,8,2,128]{3,2,1,0} custom-call(%a, %b, %c), custom_call_target="tpu_custom_call", '
+    'metadata={op_name="jit(generate)/while/body/decode_0_256"}'
+  )
+  caches = [(2000, 8, 128, 128)] * 2 + [(2000, 8, 128, 128)] * 2 if paged else [(256, 8, 800, 128), (256, 8, 800, 128)]
+  shapes = (64,), (64, 8, 2, 128), *caches, (64, 8, 32, 128), (64, 8, 32, 128)
+  operands = [hlo.Array('bf16', dims, False) for dims in shapes]
+  op = hlo.Op('x', 'custom-call', (), (), text, '', False)
+  flops, extra_bytes = kernels.cost(op, operands, 500)
+  assert flops == 2 * 64 * 8 * 2 * 500 * (128 + 128)
+  read = sum(x.bytes for x in operands[2:]) + extra_bytes
+  assert read == pytest.approx(64 * 8 * (500 + 255 / 2 + 32 / 2) * (128 + 128) * 2)
+
+
 def test_rotating_kernel_writes_the_entries_of_one_token():
   """The entries of a block are arguments and results, of 32 tokens each, in the same memory."""
   text = (

@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 from jaxpost.matmul import compute_for
-from jaxpost.models import decode_triton
+from jaxpost.models import decode_kernels, decode_triton
 from jaxpost.models import model as model_lib
 from jaxpost.programs import sampling
 from jaxpost.programs import score as score_lib
@@ -294,24 +294,29 @@ def test_scorer_is_near_logprobs_of_the_sampler_in_bfloat16(model, params):
   assert np.abs(ours - theirs).max() > 0
 
 
-def test_scorer_is_near_logprobs_of_the_gpu_decode_kernel(model, params, monkeypatch):
+@pytest.mark.parametrize(
+  'kernel, pages', [('triton', {}), ('mosaic', {}), ('mosaic', dict(page_size=128, cache_tokens=4096))]
+)
+def test_scorer_is_near_logprobs_of_decode_kernels(model, params, monkeypatch, kernel, pages):
   """Pallas' interpreter runs the kernel, with slots that are refilled and blocks that decode only some of the slots."""
-  attend, calls = decode_triton.attend, []
+  module, calls = decode_kernels.module(kernel), []
+  attend = module.attend
 
   def interpreted(q, cache, *args, **options):
     calls.append((len(q), *cache[0].shape[:3:2]))
     return attend(q, cache, *args, interpret=True, **options)
 
-  monkeypatch.setattr(decode_triton, 'attend', interpreted)
+  monkeypatch.setattr(module, 'attend', interpreted)
   rotate = functools.partial(decode_triton.rotate_and_write, interpret=True)
   monkeypatch.setattr(decode_triton, 'rotate_and_write', rotate)
-  compute = dataclasses.replace(compute_for('cpu', 'bfloat16', 'none'), decode_kernel=True)
-  drawn = sample(model, params, block=4, count=5, temperature=0.8, compute=compute)
+  compute = dataclasses.replace(compute_for('cpu', 'bfloat16', 'none'), decode_kernel=kernel)
+  drawn = sample(model, params, block=4, count=5, temperature=0.8, compute=compute, **pages)
   ours, theirs = scored(model, params, drawn, 1, compute)
   assert np.exp(np.abs(ours - theirs)).mean() <= 1.02
   # The kernel is traced once per layer and number of rows, always with the whole cache.
   assert {16} < {rows for rows, *_ in calls} <= {16, 8, 4, 2}
-  assert {(slots, room) for _, slots, room in calls} == {(16, 20 + NEW + 4)}
+  room = 128 if kernel == 'mosaic' else 20 + NEW + 4
+  assert {tuple(held) for _, *held in calls} == {(33 if pages else 16, room)}
 
 
 def test_rollout_ends_at_stop_ids_and_is_zero_beyond(rollout):

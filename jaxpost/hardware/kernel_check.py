@@ -25,7 +25,7 @@ from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
 from jaxpost.hardware import gpu_options, probe
 from jaxpost.matmul import Compute
-from jaxpost.models import attention_kernels, attention_xla, layers, rope
+from jaxpost.models import attention_kernels, attention_xla, decode_kernels, layers, rope
 from jaxpost.models.config import CustomConfig, Rope
 
 if TYPE_CHECKING:
@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 
 _TOLERANCE = 0.05  # largest error, as a share of the largest value; that of rounding to bfloat16 is a tenth of it
 _HEADS = 2  # kv heads that are checked, with all of their query heads
-DECODE = 'decode'  # the name of the kernel for single tokens
-_DECODED = (4, 4, 1024, 32), (128, 130, 300, 8)  # slots decoded and held, entries of the cache and of a block
+DECODE = 'decode_'  # begins the names of the kernels for single tokens
+# Slots decoded and held, entries of the cache and of a block, and of a page.
+_DECODED = (4, 4, 1024, 32, 0), (128, 130, 300, 8, 0), (5, 6, 512, 16, 128)
 _GPU_OPTIONS = {'xla_gpu_autotune_level': 0, 'xla_gpu_enable_triton_gemm': False}
 # Errors of a kernel, or of JAX when it lowers the kernel, for unsupported shapes. JaxRuntimeError is a RuntimeError;
 # the errors of Pallas for TPU are private classes of JAX.
@@ -68,15 +69,17 @@ def verify(compute: Compute, uses: Iterable[KernelUse], decoded: Sequence[ModelC
     InputError: the kernel is wrong, and the config names it.
   """
   checks = sorted({(compute.attention, shape) for use in uses for shape in _shapes_to_check(compute, use)})
-  checks += sorted({(DECODE, shape) for cfg in decoded for shape in decoded_shapes(compute, cfg)})
+  checks += sorted(
+    {(DECODE + compute.decode_kernel, shape) for cfg in decoded for shape in decoded_shapes(compute, cfg)}
+  )
   rejected, decode_kernel = [], compute.decode_kernel
   for (name, shape), fault in zip(checks, faults(checks, compute.dtype, trusted)):
     if not fault:
       continue
     rows = f' for rows of {shape.length} tokens' if shape.length else ''  # decoding has no rows
     wrong = f'{name} is wrong on {where_it_runs()}{rows}, {_words(shape)}: {fault}'
-    if name == DECODE:
-      decode_kernel = False
+    if name.startswith(DECODE):
+      decode_kernel = ''
     elif compute.forced:
       raise InputError(f'config.model.attention: {wrong}; take auto')
     else:
@@ -135,7 +138,7 @@ def _shapes_to_check(compute: Compute, use: KernelUse) -> list[AttentionShape]:
 
 def decoded_shapes(compute: Compute, cfg: ModelConfig | CustomConfig) -> list[AttentionShape]:
   """Returns the shapes of a model for which the kernel for single tokens would run."""
-  if not (compute.decode_kernel and attention_kernels.decodes(cfg, compute)):
+  if not decode_kernels.supports(compute, cfg):
     return []
   return [attention_kernels.attention_shape(cfg, 0, 1, heads) for heads in cfg.head_shapes]
 
@@ -247,10 +250,13 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
   An error is the largest difference from XLA in float32 over the largest value. Rows are packed; long rows are checked
   with fewer heads. The stripes of a row that is split are computed one after the other.
   """
-  if name == DECODE:
-    # The kernel splits the entries of a slot over thread blocks if slots are few; the case of many also has more held.
-    found = dict(out=max(_decode_error(work, dtype, window, *sizes) for sizes in _DECODED))
-    if work.head_dim != work.value_dim or window != work.windows[0]:  # what follows has no window
+  if name.startswith(DECODE):
+    kernel = name.removeprefix(DECODE)
+    # Triton splits the entries of a slot over thread blocks if slots are few; the case of many also has more held. Only
+    # Mosaic reads pages.
+    cases = [sizes for sizes in _DECODED if kernel == 'mosaic' or not sizes[-1]]
+    found = dict(out=max(_decode_error(kernel, work, dtype, window, *sizes) for sizes in cases))
+    if kernel == 'mosaic' or work.head_dim != work.value_dim or window != work.windows[0]:  # what follows has no window
       return found
     return found | {
       f'{array} of a token': x for normed in (False, True) for array, x in _token_errors(work, dtype, normed).items()
@@ -320,12 +326,15 @@ def _token_errors(work: AttentionShape, dtype: str, normed: bool) -> dict[str, f
   return dict(zip(('queries', 'keys', 'values'), map(float, measured(inputs, recent, table, p))))
 
 
-def _decode_error(work: AttentionShape, dtype: str, window: int, slots: int, held: int, room: int, block: int) -> float:
+def _decode_error(
+  kernel: str, work: AttentionShape, dtype: str, window: int, slots: int, held: int, room: int, block: int, page: int
+) -> float:
   """Returns the error of the kernel for single tokens, see `errors`.
 
-  It decodes `slots` of the `held` slots of a cache of `room` entries, amid `block` entries that follow the cache.
+  It decodes `slots` of the `held` slots of a cache of `room` entries, amid `block` entries that follow the cache. With
+  `page` > 0, the entries are in pages of as many.
   """
-  from jaxpost.models import decode_triton, decoding
+  from jaxpost.models import decoding
 
   filled = jnp.resize(jnp.array([0, 33, room // 2 + 1, room, 1, room - 1]), slots)
   kv_heads = min(work.kv_heads, _HEADS)
@@ -341,7 +350,18 @@ def _decode_error(work: AttentionShape, dtype: str, window: int, slots: int, hel
     options, drawn = dict(window=window, cfg=work, sinks=sinks), jnp.int32(block // 2)
     inputs = jax.tree.map(lambda x: x[:slots].astype(jnp.float32), (q, cache, recent))
     expected = decoding.cached_attention(*inputs, filled, drawn, compute=Compute('float32'), **options)
-    out = decode_triton.cached_attention(q, cache, recent, filled, drawn, **options)
+    if page:
+      table = jax.random.permutation(jax.random.key(1), held * room // page).reshape(held, -1)
+      options['table'] = table[:slots]
+      cache = [_in_pages(x, table, page) for x in cache]
+    out = decode_kernels.cached_attention(q, cache, recent, filled, drawn, kernel=kernel, **options)
     return largest_errors(out, expected)[0]
 
   return float(measured(q, cache, recent, sinks))
+
+
+def _in_pages(x: jax.Array, table: jax.Array, page: int) -> jax.Array:
+  """Returns entries [S, K, N, h] in pages [S N / page, K, page, h], in the order of `table` [S, N / page]."""
+  slots, heads, room, size = x.shape
+  pages = x.reshape(slots, heads, room // page, page, size).swapaxes(1, 2).reshape(-1, heads, page, size)
+  return jnp.zeros_like(pages).at[table.reshape(-1)].set(pages)

@@ -315,22 +315,6 @@ def attention_shape(
   )
 
 
-def decodes(cfg: ModelConfig | CustomConfig, compute: Compute) -> bool:
-  """Returns whether `decode_triton` can decode: every layer caches keys and values of 16 bits, for heads up to 256."""
-  if isinstance(cfg, CustomConfig) or jnp.dtype(compute.cache).itemsize != 2:
-    return False
-  supported = {(heads, size, values) for heads, size, values in cfg.head_shapes if max(size, values) <= 256}
-  # A latent cache (MLA) has one array for all heads, so its entries match no head shape.
-  return all((heads, *sizes) in supported for heads, sizes in cfg.layer_caches)
-
-
-def compute_of_decoding(compute: Compute, cfg: ModelConfig | CustomConfig, rollout: Any) -> Compute:
-  """Returns `compute`, without the decoding kernel if that does not support the model or `config.rollout`."""
-  # The kernel reads no pages, and it attends from one token per slot, where speculation has several.
-  supported = not rollout.page_size and not rollout.speculation
-  return dataclasses.replace(compute, decode_kernel=compute.decode_kernel and supported and decodes(cfg, compute))
-
-
 def check_platform(compute: Compute, platform: str) -> None:
   """Raises InputError if the requested kernel does not run on this platform."""
   name = compute.attention

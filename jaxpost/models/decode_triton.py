@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jax.sharding import PartitionSpec
 
 from jaxpost.distributed.mesh import Layout
 from jaxpost.models import attention_triton
@@ -35,30 +34,6 @@ _MIN_ENTRIES = 256  # of a program: fewer are not worth one
 _ENTRIES, _WARPS, _STAGES = 32, 4, 4  # the fastest of six settings on an H200
 # Stages hold entries in shared memory: heads of more than _WIDE need fewer stages to fit an L4.
 _WIDE, _WIDE_STAGES = 128, 3
-
-
-def cached_attention(
-  q: jax.Array,
-  cache: Sequence[jax.Array],
-  recent: Sequence[jax.Array],
-  filled: jax.Array,
-  step: int | jax.Array,
-  *,
-  window: int,
-  cfg: ModelConfig,
-  sinks: jax.Array | None = None,
-  layout: Callable | None = None,
-) -> jax.Array:
-  """Computes `decoding.cached_attention` of one token per slot, on each device's slots and heads."""
-  shape, kv_heads = q.shape, cache[0].shape[1]
-  q = q.reshape(len(q), kv_heads, -1, shape[-1])
-  run = functools.partial(attend, window=window, cfg=cfg)
-  args = q, tuple(cache), tuple(recent), filled, step, sinks if sinks is None else sinks.reshape(kv_heads, -1)
-  if isinstance(layout, Layout) and layout.mesh.size > 1:
-    rows = layout.spec(('batch', 'kv_heads', None, None), q.shape)
-    specs = rows, rows, rows, PartitionSpec(rows[0]), PartitionSpec(), PartitionSpec(rows[1])
-    run = jax.shard_map(run, mesh=layout.mesh, in_specs=specs, out_specs=rows, check_vma=False)
-  return run(*args).reshape(*shape[:3], -1)
 
 
 def rotates(cfg: ModelConfig, table: tuple | None, layout: Callable) -> bool:

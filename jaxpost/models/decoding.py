@@ -93,8 +93,8 @@ def decode(
   positions = (filled + step)[:, None] + jnp.arange(rows.shape[1])
   tables = rope.tables(positions, positions + 1, cfg)
   ks, vs, experts, states = list(recent.k), list(recent.v), list(recent.experts), list(recent.states)
-  kernel = compute.decode_kernel and tokens.ndim == 1
-  if kernel:
+  kernel = compute.decode_kernel if tokens.ndim == 1 else ''
+  if kernel == 'triton':
     from jaxpost.models import decode_triton
 
   same = dict(ks=ks, vs=vs, cache=cache, filled=filled, step=step)
@@ -104,7 +104,8 @@ def decode(
     p = p(x) if callable(p) else p
     place = cfg.place_in_cache(i)
     layer_cfg, table, kernel_table, recur = cfg, rope.pick(tables, kind.rope), None, None
-    if kernel and decode_triton.rotates(cfg, table, constrain):  # then the layer leaves its projections as they are
+    if kernel == 'triton' and decode_triton.rotates(cfg, table, constrain):
+      # The layer leaves its projections as they are.
       layer_cfg, table, kernel_table = dataclasses.replace(cfg, qk_norm=''), None, table
     attend_layer = functools.partial(attend, layer=place, window=kind.window, p=p, table=kernel_table)
     if cfg.layer_stacks[i] in STATEFUL:
@@ -121,32 +122,40 @@ def decode(
 
 
 def _attend(
-  q, k, v, cache_entries, *, ks, vs, cache, layer, p, table, compute: Compute, layout: Any, kernel: bool, **options
+  q, k, v, cache_entries, *, ks, vs, cache, layer, p, table, compute: Compute, layout: Any, kernel: str, **options
 ) -> tuple[jax.Array, None]:
   """Adds the entries of a layer to `ks` and `vs`, and attends to them and to the cache.
 
   Args:
     p: parameters of the layer.
     table: RoPE table by which a kernel rotates the projections q, k and v, or None.
+    kernel: of `decode_kernels.py`, or ''.
     options: other arguments of `cached_attention`.
   """
   step, cfg = options['step'], options['cfg']
-  if kernel:
-    from jaxpost.models import decode_triton
   if table:
+    from jaxpost.models import decode_triton
+
     entries = (ks[layer], vs[layer]), step
     q, ks[layer], vs[layer] = decode_triton.rotate_and_write(q, k, v, *entries, p=p, table=table, cfg=cfg)
   else:
     for recent_entries, new in zip((ks, vs), cache_entries):
       recent_entries[layer] = _put(recent_entries[layer], to_cache_type(new.swapaxes(1, 2), compute), step)
-  cached, recent = layer_entries(cache, layer, step), [ks[layer], *vs[layer : layer + 1]]
+  recent = [ks[layer], *vs[layer : layer + 1]]
   options['sinks'] = p.get('sinks')
+  if kernel:
+    from jaxpost.models import decode_kernels
+
+    entries = [from_bits(pool[layer]) for pool in (cache.k, cache.v)]
+    out = decode_kernels.cached_attention(
+      q, entries, recent, kernel=kernel, table=cache.table, layout=layout, **options
+    )
+    return out, None
+  cached = layer_entries(cache, layer, step)
   if 'kv_a' in p:
     from jaxpost.models import mla
 
     q, cached, recent, options['choose'] = mla.from_cache(q, cached, recent, cfg, compute)
-  elif kernel:
-    return decode_triton.cached_attention(q, cached, recent, layout=layout, **options), None
   return cached_attention(q, cached, recent, compute=compute, **options), None
 
 

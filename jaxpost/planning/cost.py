@@ -39,9 +39,10 @@ class Totals:
   """Costs of a program on one device.
 
   flops: of products, convolutions and kernels. bytes: through main memory.
-  cycles: XLA's estimate, if it writes one.
+  cycles: XLA's estimate of all but kernels, if it writes one.
   collectives: {(kind, group): [bytes that a device receives, number]}; group is a tuple of device positions.
   unknown: op_names of loops whose number of iterations is not known.
+  kernel_flops, kernel_bytes: the parts of kernels in flops and bytes.
   """
 
   flops: float = 0.0
@@ -49,12 +50,13 @@ class Totals:
   cycles: float = 0.0
   collectives: dict = dataclasses.field(default_factory=dict)
   unknown: tuple = ()
+  kernel_flops: float = 0.0
+  kernel_bytes: float = 0.0
 
   def add(self, other: Totals, times: float = 1) -> None:
     """Adds the costs of a computation that runs `times` times."""
-    self.flops += times * other.flops
-    self.bytes += times * other.bytes
-    self.cycles += times * other.cycles
+    for name in ('flops', 'bytes', 'kernel_flops', 'kernel_bytes', 'cycles'):
+      setattr(self, name, getattr(self, name) + times * getattr(other, name))
     self.unknown += other.unknown
     for key, (size, number) in other.collectives.items():
       total = self.collectives.setdefault(key, [0, 0])
@@ -147,9 +149,13 @@ class _Counter:
     out.flops += flops
     if fused:
       return
-    out.bytes += self.traffic(ops, op) + moved
+    moved += self.traffic(ops, op)
+    out.bytes += moved
     if match := re.search(r'"estimated_cycles":"(\d+)"', op.text):
       out.cycles += int(match[1])
+    elif kernels.is_one(op):
+      out.kernel_flops += flops
+      out.kernel_bytes += moved
 
   def taken(self, op: hlo.Op, branches: list[str]) -> list[str]:
     """Returns the branch that a condition of known value takes, or all of them."""

@@ -16,7 +16,7 @@ _SPLASH = {'fwd': (1, 1), 'dq': (2, 1), 'dkv': (2, 2)}
 _SPLASH_NAME = re.compile(r'splash_m\w+?_(fwd|dq|dkv)_')
 _TRITON = {'forward': (1, 1), 'queries': (2, 1), 'keys': (2, 2)}
 _TRITON_NAME = re.compile(r'attention_(forward|queries|keys)_(\d+)')
-_DECODE_NAME = re.compile(r'decode_(\d+)')
+_DECODE_NAME = re.compile(r'decode_(\d+)(?:_(\d+))?')
 _GROUPED_NAME = re.compile(r'grouped_(rows|matrices)')
 _RECURRENCE_NAME = re.compile(r'recurrence_(forward|backward)_(\d+)')
 _TRITON_TARGET = '__gpu$xla.gpu.triton'
@@ -31,9 +31,9 @@ def cost(op: hlo.Op, arguments: list[hlo.Array], filled: int = 0) -> tuple[float
     return 0.0, 0.0
   if match := _RECURRENCE_NAME.search(hlo.op_name(op)):
     return (3.0 if match[1] == 'backward' else 1.0) * _recurrence(arguments, int(match[2])), 0.0
+  if match := _DECODE_NAME.search(hlo.op_name(op)):
+    return _decode(arguments, int(match[1]), int(match[2] or 1), filled)
   if _target(op) == _TRITON_TARGET:
-    if match := _DECODE_NAME.search(hlo.op_name(op)):
-      return _decode(arguments, int(match[1]), filled)
     if hlo.op_name(op).endswith('/rotate/pallas_call'):
       return 0.0, _entries_of_one_token(arguments)
     if match := _GROUPED_NAME.search(hlo.op_name(op)):
@@ -131,15 +131,22 @@ def _recurrence(arguments: list[hlo.Array], chunk: int) -> float:
   return math.prod(v.dims[:-1]) * (6.0 * size * width + within_chunk)
 
 
-def _decode(arguments: list[hlo.Array], window: int, filled: int) -> tuple[float, float]:
-  """Returns (FLOPs, bytes) of one token per slot over the filled part of its cache, or the window if shorter."""
-  q, k, v = arguments[:3]
-  slots, heads, group, size = q.dims
-  entries = min(n for n in (k.dims[2], window, filled) if n)
-  flops = 2.0 * slots * heads * group * entries * (size + v.dims[-1])
-  unread = (1 - slots / k.dims[0] * entries / k.dims[2]) * (k.bytes + v.bytes)
-  unread += sum(new.bytes for new in arguments[3:5]) / 2  # a step reads the tokens of the block up to itself
-  return flops, -unread
+def _decode(arguments: list[hlo.Array], window: int, chunk: int, filled: int) -> tuple[float, float]:
+  """Returns (FLOPs, bytes) of one token per slot over the filled part of its cache, or the window if shorter.
+
+  chunk: entries that are read at a time.
+  """
+  q, *caches, new_keys, new_values = [a for a in arguments if len(a.dims) == 4]
+  slots, heads, group, _ = q.dims
+  size = new_keys.dims[3] + new_values.dims[3]  # of a key and a value
+  held = math.prod(caches[0].dims) // (heads * new_keys.dims[3])  # entries of all slots or pages
+  is_paged = len(caches) > 2
+  entries = min(n for n in (held // (slots if is_paged else caches[0].dims[0]), window, filled) if n)
+  read = entries + (chunk - 1) / 2  # the last chunk of a slot is half full on average
+  counted = sum(x.bytes for x in caches if not x.fast)
+  actual = slots * read / held * sum(x.bytes for x in caches if not x.fast) / (len(caches) / 2)
+  actual -= (new_keys.bytes + new_values.bytes) / 2  # a step reads the tokens of the block up to itself
+  return 2.0 * slots * heads * group * entries * size, actual - counted
 
 
 def _entries_of_one_token(arguments: list[hlo.Array]) -> float:

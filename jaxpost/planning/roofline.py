@@ -213,11 +213,18 @@ def work(
       expected=expected(totals.flops, totals.bytes, wire, chip),
       no_overlap=sum(known_parts) if known_parts else None,
       **parts,
-      xla=totals.cycles / chip.clock if chip.clock and totals.cycles else None,
+      xla=xla_seconds(totals, chip),
     ),
     roofline_mfu=model / chip.flops / seconds if seconds else None,
     unknown_loops=list(totals.unknown),
   )
+
+
+def xla_seconds(totals: cost.Totals, chip: Chip) -> float | None:
+  """Returns XLA's estimate of a program and, as it counts no kernels, their time by the roofline; None without one."""
+  if not (chip.clock and totals.cycles):
+    return None
+  return totals.cycles / chip.clock + max(totals.kernel_flops / chip.flops, totals.kernel_bytes / chip.bandwidth)
 
 
 def _collectives(totals: cost.Totals, mesh: jax.sharding.Mesh, hosts: Mapping[int, int]) -> dict[str, dict[str, dict]]:

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from jaxpost.hardware import memory as memory_lib
-from jaxpost.models import attention_kernels, transformer
+from jaxpost.models import decode_kernels, transformer
 from jaxpost.models.parameters import STATEFUL
 from jaxpost.planning.case import FLOAT
 from jaxpost.rollout import buckets
@@ -87,18 +87,20 @@ def memory(case: Case) -> dict[str, float]:
   tensor = case.rollout.mesh.shape['tensor']
   slots_per_device, _ = slots(case.inputs, case.rollout.batch_shards)
   block = rollout.block or case.compute.decode_block
-  length = rollout.max_prompt_length + rollout.max_new_tokens + block  # it may run past the last token that counts
+  compute = decode_kernels.compute_of_decoding(case.compute, cfg, rollout)
+  in_place = compute.decode_kernel and not rollout.cache
+  multiple = rollout.page_size or (decode_kernels.entries_multiple(compute, cfg) if in_place else 1)
+  length = buckets.cache_length(rollout.max_prompt_length + rollout.max_new_tokens, block, multiple)
   logits = 2 * slots_per_device * cfg.padded_vocab_size / tensor * FLOAT
   prompts = math.ceil(prefilled(case.inputs) / case.rollout.batch_shards)
   padded = buckets.bucket(rollout.max_prompt_length, rollout.max_prompt_length + rollout.max_new_tokens)
   tokens = prompts * padded
   entry = entry_bytes(case)
   state = _state(cfg, tensor)
-  # A block copies the filled part of the cache that it attends to, up to a power of two, unless that is all of it. The
-  # decoding kernel of GPUs copies nothing. States are held twice: before and after the block.
-  in_place = not rollout.cache and attention_kernels.compute_of_decoding(case.compute, cfg, rollout).decode_kernel
+  # A block copies the filled part of the cache that it attends to, up to a power of two, unless that is all of it. A
+  # kernel for decoding copies nothing. States are held twice: before and after the block.
   copied_entries = 0 if in_place else 2 ** int(math.log2(length - 1))
-  if case.compute.platform == 'tpu' and not (rollout.cache or rollout.page_size):
+  if case.compute.platform == 'tpu' and (in_place or not (rollout.cache or rollout.page_size)):
     copied_entries = 3 * block  # XLA for TPU reads a plain cache where it is, and holds the entries of a block thrice
   copied = slots_per_device * (copied_entries * entry + state)
   cache = (slots_per_device * length + tokens) * entry + (slots_per_device + prompts) * state

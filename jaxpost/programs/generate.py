@@ -226,7 +226,7 @@ def make_generate(
   the host can read the block while the next call runs.
 
   Args:
-    read: 0 passes the whole cache, uncopied, to the kernel of `models/decode_triton.py`, which reads filled entries.
+    read: 0 passes the whole cache, uncopied, to the kernel of `models/decode_kernels.py`, which reads filled entries.
     report: the arguments `top` and `allowed` of `sampling.draw`.
   """
   decode = functools.partial(decode_block, model=model, compute=compute, steps=steps, read=read, report=report)
@@ -255,8 +255,9 @@ def make_generate(
       ),
     )(weights, state)
 
-  def flops(_weights, state, *_):
-    return steps * rows * flops_per_token(model.config, read or state.cache.k[0].shape[2])
+  def flops(_weights, state, table=None):
+    held = state.cache.k[0].shape[2] * (1 if table is None else table.shape[1])
+    return steps * rows * flops_per_token(model.config, read or held)
 
   return Program('generate', generate, ledger, block_shardings(layout), donate=(1,), flops=flops, read=read)
 
@@ -280,6 +281,7 @@ def decode_block(
   """
   slots, cache = first_slots(state, table, rows=rows, read=read)
   filled, numbers = slots.positions, jnp.arange(steps)
+  attended = jnp.where(slots.active, filled, 0)  # kernels read no entries of idle slots
 
   def step(carry, inputs):
     slots, recent = carry
@@ -289,7 +291,7 @@ def decode_block(
     if compute.platform == 'tpu' and read and table is None:  # sliced before the loop, they would be copied
       entries = cache_storage.first_entries(jax.lax.optimization_barrier((state.cache, number))[0], rows, read)
     recent, hidden = model.decode(
-      weights, entries, recent, drawn.tokens, filled, step=number, compute=compute, constrain=constrain
+      weights, entries, recent, drawn.tokens, attended, step=number, compute=compute, constrain=constrain
     )
     after, stopped = advance(slots, drawn.tokens)
     after = after.replace(hidden=hidden.astype(slots.hidden.dtype))

@@ -15,10 +15,12 @@ def bucket(length: int, longest: int, smallest: int = 32, factor: int = 2) -> in
   return min(size, longest)
 
 
-def cache_length(longest: int, block: int, page_size: int) -> int:
-  """Cache entries of a slot, in whole pages, for `longest` tokens and a block, which may run past the last token."""
-  page = page_size or 1
-  return -(-(longest + block) // page) * page
+def cache_length(longest: int, block: int, multiple: int) -> int:
+  """Cache entries of a slot for `longest` tokens and a block, which may run past the last token.
+
+  multiple: entries of a page, or what else the length has to be a multiple of; 0: nothing.
+  """
+  return -(-(longest + block) // (multiple or 1)) * (multiple or 1)
 
 
 def entries_read(length: int, cache_length: int, page_size: int) -> int:

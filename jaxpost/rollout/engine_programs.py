@@ -95,7 +95,7 @@ def compile_jobs(
     return jax.tree.map(lambda x: _abstract(engine, x.shape, x.dtype), arrays)
 
   def tables(rows, read):
-    return [_abstract(engine, (rows, read // page_size), np.int32, axes=())] if page_size else []
+    return [_abstract(engine, (rows, (read or engine.length) // page_size), np.int32, axes=())] if page_size else []
 
   jobs: list[Callable[[], Any]] = [functools.partial(engine.reshard.compile, params), programs.init.compile]
   entry = like(engine.entry({}, {}))

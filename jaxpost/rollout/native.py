@@ -59,10 +59,12 @@ class NativeEngine:
     reshard: Reshard | SharedWeights | None = None,
     asynchronous: bool = False,
   ):
+    multiple = config.page_size
     if compute.decode_kernel:
-      from jaxpost.models import attention_kernels
+      from jaxpost.models import decode_kernels
 
-      compute = attention_kernels.compute_of_decoding(compute, model.config, config)
+      compute = decode_kernels.compute_of_decoding(compute, model.config, config)
+      multiple = multiple or decode_kernels.entries_multiple(compute, model.config)
     shards = layout.batch_shards
     sampler_config.check(model.config, config, shards)
     # XLA:CPU multiplies one bfloat16 row 11 x slower than two.
@@ -73,7 +75,7 @@ class NativeEngine:
     self.layout = layout
     self.decode = decode
     self.block = max(1, min(config.block, config.max_new_tokens))
-    self.length = cache_length(config.room, self.block, config.page_size)
+    self.length = cache_length(config.room, self.block, multiple)
     if reshard is None:
       source = bridge.source if bridge else layout
       reshard = Reshard(model, source, compute, ledger, share_buffers=not asynchronous)
@@ -81,7 +83,7 @@ class NativeEngine:
     self._model_config = model.config
     self._bridge = bridge
     self.cache_shape = self._cache_shape()
-    self.buckets = self._make_buckets(min_rows, reads_filled=compute.decode_kernel)
+    self.buckets = self._make_buckets(min_rows, reads_filled=bool(compute.decode_kernel))
     self.programs = EnginePrograms(
       model,
       layout,

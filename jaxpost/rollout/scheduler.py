@@ -267,7 +267,7 @@ class Scheduler:
     read = engine.buckets.decode(max(sequence.used for sequence in live.values()) + engine.block, rows)
     if self.harvested_at is not None and not self.running:
       self.gap_s += time.perf_counter() - self.harvested_at
-    table = self.pages.table(live, rows, read) if self.pages else None
+    table = self.pages.table(live, rows, read or engine.length) if self.pages else None
     block = self.decode(live, rows, read, table)
     for sequence in live.values():
       sequence.used += engine.block

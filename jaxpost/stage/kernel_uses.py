@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from jaxpost.distributed.mesh import row_shards
 from jaxpost.hardware import kernel_check
 from jaxpost.hardware.kernel_check import KernelUse
-from jaxpost.models import attention_kernels
+from jaxpost.models import attention_kernels, decode_kernels
 from jaxpost.rollout import buckets
 from jaxpost.stage import checks
 from jaxpost.stage.batch_shape import row_length
@@ -50,7 +50,7 @@ def _decodes(compute: Compute, prepared: PreparedStage) -> bool:
   config, cfg = prepared.inputs.config, prepared.inputs.model.config
   if not checks.samples(config, prepared.inputs.algorithm) or config.rollout.cache:
     return False
-  return attention_kernels.compute_of_decoding(compute, cfg, config.rollout).decode_kernel
+  return bool(decode_kernels.compute_of_decoding(compute, cfg, config.rollout).decode_kernel)
 
 
 def attention_by_xla(placed: PlacedStage) -> Iterator[str]:
@@ -61,7 +61,7 @@ def attention_by_xla(placed: PlacedStage) -> Iterator[str]:
   if placed.has_branches and not attention_kernels.supports_branches(compute.attention, placed.model.config):
     yield 'by XLA for rows with a shared prompt'
   samples = checks.samples(placed.config, placed.algorithm)
-  if compute.attention == 'triton' and samples and not _decodes(compute, placed):
+  if compute.uses_kernel and samples and not _decodes(compute, placed):
     yield 'decoding by XLA'
 
 

@@ -1,0 +1,97 @@
+"""Attention of single tokens over a KV cache by kernels of accelerators, which read only the filled entries.
+
+`decode_triton.py` (NVIDIA GPUs) and `decode_mosaic.py` (TPUs) have the kernels; `decoding.py` calls them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxpost.distributed.mesh import Layout
+from jaxpost.matmul import Compute
+from jaxpost.models.config import CustomConfig, ModelConfig
+
+_MAX_SIZE = 256  # of a head
+
+
+def module(kernel: str) -> ModuleType:
+  """Returns the module of a kernel, 'triton' or 'mosaic'; ImportError if this JAX lacks what it needs."""
+  if kernel == 'mosaic':
+    from jaxpost.models import decode_mosaic
+
+    return decode_mosaic
+  from jaxpost.models import decode_triton
+
+  return decode_triton
+
+
+def supports(compute: Compute, cfg: ModelConfig | CustomConfig) -> bool:
+  """Returns whether `compute.decode_kernel` can decode: every layer caches keys and values of 16 bits."""
+  if isinstance(cfg, CustomConfig) or not compute.decode_kernel or jnp.dtype(compute.cache).itemsize != 2:
+    return False
+  multiple = 8 if compute.decode_kernel == 'mosaic' else 1
+  supported = {
+    (heads, *sizes) for heads, *sizes in cfg.head_shapes if all(n <= _MAX_SIZE and n % multiple == 0 for n in sizes)
+  }
+  # A latent cache (MLA) has one array for all heads, so its entries match no head shape.
+  return all((heads, *sizes) in supported for heads, sizes in cfg.layer_caches)
+
+
+def compute_of_decoding(compute: Compute, cfg: ModelConfig | CustomConfig, rollout: Any) -> Compute:
+  """Returns `compute`, without the decoding kernel if that does not support the model or `config.rollout`."""
+  # A kernel attends from one token per slot, where speculation has several.
+  supported = not rollout.speculation and supports(compute, cfg)
+  if supported and rollout.page_size:
+    supported = compute.decode_kernel == 'mosaic' and rollout.page_size % entries_multiple(compute, cfg) == 0
+  return dataclasses.replace(compute, decode_kernel=compute.decode_kernel if supported else '')
+
+
+def entries_multiple(compute: Compute, cfg: ModelConfig | CustomConfig) -> int:
+  """Returns a number that the entries of a slot, or of a page, are a multiple of.
+
+  XLA for TPU keeps an array in the order of dimensions that pads it least to tiles of 8 x 128 elements. If these are
+  the entries and the elements of a head, the kernel reads the cache as it is.
+  """
+  if compute.decode_kernel != 'mosaic':
+    return 1
+  return 128 if any(size % 128 for _, sizes in cfg.layer_caches for size in sizes) else 8
+
+
+def cached_attention(
+  q: jax.Array,
+  cache: Sequence[jax.Array],
+  recent: Sequence[jax.Array],
+  filled: jax.Array,
+  step: int | jax.Array,
+  *,
+  kernel: str,
+  window: int,
+  cfg: ModelConfig,
+  sinks: jax.Array | None = None,
+  table: jax.Array | None = None,
+  layout: Callable | None = None,
+) -> jax.Array:
+  """Computes `decoding.cached_attention` of one token per slot, on each device's slots and heads.
+
+  table: [S, n] int32, the pages of each slot, if the cache has pages [., K, p, h].
+  """
+  shape, kv_heads = q.shape, cache[0].shape[1]
+  q = q.reshape(len(q), kv_heads, -1, shape[-1])
+  run = functools.partial(module(kernel).attend, window=window, cfg=cfg)
+  args = q, tuple(cache), tuple(recent), filled, step, sinks if sinks is None else sinks.reshape(kv_heads, -1)
+  if table is not None:
+    args = *args, table
+  if isinstance(layout, Layout) and layout.mesh.size > 1:
+    rows = layout.spec(('batch', 'kv_heads', None, None), q.shape)
+    of_slots = PartitionSpec(rows[0])
+    specs = rows, rows, rows, of_slots, PartitionSpec(), PartitionSpec(rows[1]), of_slots
+    run = jax.shard_map(run, mesh=layout.mesh, in_specs=specs[: len(args)], out_specs=rows, check_vma=False)
+  return run(*args).reshape(*shape[:3], -1)
