@@ -264,15 +264,10 @@ class PackedStream:
     numbers = [self._order[i] for i in range(window * self.window, (window + 1) * self.window)[part]]
     # Files are read fastest in their own order.
     examples = {row: self.examples_fn(row) for row in sorted(set(numbers))}
-    kept, counts = [], {'truncated': 0, 'dropped': 0}
-    for row in numbers:
-      fitted = self.fitted(row, examples[row])
-      if fitted is None:
-        counts['dropped'] += 1
-        continue
-      counts['truncated'] += fitted is not examples[row]
-      kept.append((row, fitted))
-    return kept, counts
+    fitted = [(row, self.fitted(row, examples[row])) for row in numbers]
+    kept = [(row, example) for row, example in fitted if example is not None]
+    truncated = sum(example is not examples[row] for row, example in kept)
+    return kept, {'truncated': truncated, 'dropped': len(numbers) - len(kept)}
 
   def fitted(self, row: int, example: Example | None) -> Example | None:
     """Returns the Example of a row of the data cut to at most T tokens, as it is packed; None if it is dropped."""

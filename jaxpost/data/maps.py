@@ -176,13 +176,8 @@ def text(row: Row) -> Row:
   if 'text' in row:
     return row
   parts = [row['messages']] if 'messages' in row else [row['prompt'], row['completion']]
-  return {'text': ''.join(map(_joined, parts))}
-
-
-def _joined(part: str | list[dict]) -> str:
-  if isinstance(part, str):
-    return part
-  return ''.join(message['content'] for message in part)
+  texts = [part if isinstance(part, str) else ''.join(message['content'] for message in part) for part in parts]
+  return {'text': ''.join(texts)}
 
 
 def sharegpt(row: Row, where: str = 'the row') -> Row:
