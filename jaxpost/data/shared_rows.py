@@ -117,12 +117,10 @@ class SharedStream(loader.PackedStream):
     local_rows = [row if n in self._local_rows else [] for n, row in enumerate(rows)]
     lengths = {number: facts.length for row in local_rows for number, facts in row}
     examples = {number: self._render(number, lengths[number]) for number in sorted(lengths)}
-    batch = jax.tree.map(np.zeros_like, self._like)
     facts = [facts for row in rows for _, facts in row]
-    if self._local_rows:
-      packed = [[examples[number] for number, _ in row] for row in local_rows]
-      totals = [f.totals for f in facts]
-      batch = self._completed(packing.to_batch(packed, self.row_length, self.batch_size, self.per, totals=totals))
+    packed = [[examples[number] for number, _ in row] for row in local_rows]
+    totals = [f.totals for f in facts]
+    batch = self._completed(packing.to_batch(packed, self.row_length, self.batch_size, self.per, totals=totals))
     return batch, sum(f.length for f in facts), sum(f.context for f in facts)
 
   def _render(self, number: int, length: int) -> Example:
@@ -137,13 +135,12 @@ class SharedStream(loader.PackedStream):
 
   def _completed(self, batch: Batch) -> Batch:
     """Returns the batch with all fields of the first batch."""
-    fields: dict[str, Any] = {n: np.zeros_like(x) for n, x in vars(self._like).items() if isinstance(x, np.ndarray)}
-    arrays = {n: np.zeros_like(x) for n, x in self._like.arrays.items()}
-    local_fields = {n: x for n, x in vars(batch).items() if isinstance(x, np.ndarray)}
-    unknown = sorted((set(local_fields) - set(fields)) | (set(batch.arrays) - set(arrays)))
+    zeros = jax.tree.map(np.zeros_like, self._like)
+    fields: dict[str, Any] = {n: x for n, x in vars(batch).items() if isinstance(x, np.ndarray)}
+    unknown = sorted({n for n in fields if vars(zeros)[n] is None} | (set(batch.arrays) - set(zeros.arrays)))
     if unknown:
       raise InputError(
         f'data: rows of this batch have {", ".join(unknown)}, which the first batch does not have; with several '
         'processes, all rows need the same columns'
       )
-    return batch.replace(arrays=arrays | batch.arrays, **fields | local_fields)
+    return zeros.replace(arrays=zeros.arrays | batch.arrays, **fields)
