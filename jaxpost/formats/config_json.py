@@ -20,11 +20,8 @@ _DEFAULTS = dict(
 def from_hf(raw: dict[str, Any], where: str, text_only: bool = False) -> tuple[ModelConfig, list[str]]:
   """Reads a config.json as (ModelConfig, names of fields that have no effect here).
 
-  Args:
-    text_only: reads the text model of a multimodal model.
-
-  Raises:
-    InputError: for values that are impossible, missing or not implemented.
+  InputError for values that are impossible, missing or not implemented. `text_only`: of a multimodal model, reads the
+  text model.
   """
   if parts := config_fields.other_parts(raw):
     if not text_only:

@@ -46,12 +46,7 @@ class Matrix:
 def joined(tensors: dict[str, tuple], config: dict[str, Any]) -> dict[str, tuple]:
   """Returns {name: (file, slice)} with each matrix and its scales as one slice, named like the matrix.
 
-  Args:
-    tensors: {name: (file, slice)} of all tensors in a folder.
-    config: its config.json.
-
-  Raises:
-    InputError: the shape of the scales does not fit the block size.
+  `config` is the config.json of the folder. InputError if the scales do not fit their matrix or the block size in it.
   """
   size = (config.get('quantization_config') or {}).get('weight_block_size')
   out = dict(tensors)

@@ -26,15 +26,9 @@ _SCALINGS = {
 def ropes(
   raw: dict[str, Any], family: Family, layers: int, head_dim: int, where: str
 ) -> tuple[dict[str, Any], list[str]]:
-  """Reads the rotary embeddings of all layers.
+  """Returns the fields `ropes`, `layer_ropes` and `rotary_dim` of ModelConfig, and the rope parameters without effect.
 
-  Args:
-    layers: their number.
-    head_dim: entries of a head that may be rotated.
-
-  Returns:
-    The fields `ropes`, `layer_ropes` and `rotary_dim` of ModelConfig, and the names of
-    the rope parameters that have no effect.
+  `head_dim` is the number of entries of a head that may be rotated.
   """
   main, local = _rope_parameters(raw, family, where)
   unrotated = family.rope_optional and main.get('rope_theta', raw['rope_theta']) is None

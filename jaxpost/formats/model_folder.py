@@ -1,7 +1,4 @@
-"""Opens the files of a model folder: its JSON files, and the tensors of its weight files.
-
-`stack` arguments close the files that are opened.
-"""
+"""Opens a model folder and the tensors of its weight files."""
 
 import contextlib
 import mmap
@@ -22,7 +19,7 @@ _PICKLES = ('.bin', '.pt', '.pth', '.ckpt')
 
 
 def open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Path, Any]]:
-  """Opens every tensor in the folder: name -> (file, open slice)."""
+  """Opens every tensor in the folder: name -> (file, open slice). The files are closed with `stack`."""
   files, index = weight_files(folder)
   tensors = {name: (file, tensor) for file in files for name, tensor in open_file(file, stack).items()}
   for name, file in index.items():

@@ -2,8 +2,6 @@
 
 A folder has adapter_config.json and adapter_model.safetensors. Adapters of experts are written as one tensor per
 expert, which `peft` joins for the modules of `transformers`; the joined form can be read as well (`peft_experts.py`).
-
-Legend: r rank of an adapter.
 """
 
 import contextlib
@@ -91,11 +89,7 @@ def read_spec(folder: epath.PathLike, cfg: ModelConfig) -> tuple:
 
 
 def load(folder: epath.PathLike, model: Model, shardings: dict, write: Callable = tensor_reader.write) -> dict:
-  """Returns the adapters of a folder, nested, as float32 arrays.
-
-  Args:
-    shardings: of the trained parameters, nested.
-    write: puts a part of a parameter on its devices.
+  """Returns the adapters of a folder, nested, as float32 arrays with these shardings; `write`: see `hf.load_params`.
 
   Raises:
     InputError: the folder is damaged, or of another model.
@@ -208,10 +202,7 @@ def _check_columns(folder: epath.Path, places: dict[str, Stored], tensors: dict)
 def writer(model: Model, params: dict, base: str) -> Callable | None:
   """Returns a function that writes the folder of a model's adapter; None, with a warning, if `peft` could not use it.
 
-  Every process calls this, which is a collective; one writes.
-
-  Args:
-    base: name or folder of the adapter's base model, or ''.
+  Every process calls this, which is a collective; one writes. `base` names the base model of the adapter, or is ''.
   """
   # The merged folder is complete without an adapter folder, so a reason not to write one is only a warning.
   if not base:

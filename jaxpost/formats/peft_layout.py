@@ -56,11 +56,8 @@ def matrices_of_modules(cfg: ModelConfig) -> dict[str, int]:
 def layout(model: Model, own_a: set[str] | None = None) -> dict[str, Stored]:
   """Returns {path: place in the folder} of the adapters, and of the head of a reward model.
 
-  Args:
-    own_a: modules of several matrices in which each has its own A (None: all); in other modules they share A.
-
-  Raises:
-    InputError: `peft` cannot represent these adapters.
+  In the modules `own_a` of several matrices (None: all), each has its own A; in others they share A. InputError if
+  `peft` cannot represent these adapters.
   """
   rows = {path: spec for path, spec in model.table.items() if parameters.is_adapter(path)}
   if model.config.num_labels:

@@ -21,14 +21,9 @@ _FIELDS = (*_COUNTS, 'mtp_use_dedicated_embeddings', 'mtp_layers_block_type', 'm
 
 
 def with_module(cfg: ModelConfig, folder: model_folder.Path | None, key: str) -> ModelConfig:
-  """Returns `cfg` with one more module, that of `folder` or a random one.
+  """Returns `cfg` with one more module: that of `folder`, or a random one without a folder.
 
-  Args:
-    folder: None where weights are random.
-    key: the config field that enables it, for errors.
-
-  Raises:
-    InputError: there is no such module, or it cannot be trained.
+  InputError, which names the config field `key`, if there is no such module, or it cannot be trained.
   """
   if families.of_model(cfg.family).predictor is None:
     trainable = sorted(name for name, family in families.every().items() if family.predictor is not None)

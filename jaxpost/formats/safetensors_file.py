@@ -42,11 +42,7 @@ class Tensor:
   size: int  # in bytes
 
   def __getitem__(self, index) -> np.ndarray:
-    """Returns the indexed part of the tensor.
-
-    Raises:
-      InputError: the part holds NaN or infinity.
-    """
+    """Returns the indexed part of the tensor; InputError if it holds NaN or infinity."""
     value = self._read(index)
     if not _all_finite(value):
       raise InputError(f'{self.where}: holds NaN or infinity; make or download the weights again')

@@ -32,13 +32,10 @@ def _row_axis(spec: Param) -> int:
 
 
 def _by_rows(spec: Param, to: NamedSharding) -> tuple[NamedSharding, tuple]:
-  """Splits the reading of a parameter between the devices that need it.
+  """Returns the sharding with which a parameter is read, and the moves that lead from it to `to` (see `write`).
 
   Mesh axes that split columns, and those of replicas, split rows instead: each device reads whole rows, and no byte is
   read twice.
-
-  Returns:
-    The sharding of what is read, and the moves that lead from it to `to` (see `write`).
   """
   row_axis, parts = _row_axis(spec), [axes_of(part) for part in to.spec]
   parts += [()] * (len(spec.shape) - len(parts))
@@ -101,9 +98,7 @@ def load(stored: Stored, tensors: dict[str, Any], to: NamedSharding, dtype: np.d
 
   Of a parameter larger than a piece, each device reads a part, and the devices exchange the parts: a collective.
 
-  Args:
-    tensors: {name: open tensor}.
-    write: see `hf.load_params`.
+  `write`: see `hf.load_params`.
   """
   full_shape = stored.spec.shape
   if not to.addressable_devices_indices_map(full_shape):  # it is on devices of other processes only
