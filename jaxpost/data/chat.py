@@ -41,7 +41,6 @@ def make_example(tokenizer: Tokenizer, row: Row, where: str, *, train_on: str = 
 
   Args:
     row: with `messages`, or `prompt` and `completion` (both text, joined, or both lists of messages), or `text`.
-    where: names the row in errors.
     train_on: 'assistant': every assistant turn with its end token, or the completion; 'completion': the last assistant
       turn only; 'all': every token. All tokens of `text` are always trained. A message may have a `weight` (a number
       >= 0, also called loss_weight), which scales the loss mask of its tokens; 0 leaves the turn out.
@@ -133,7 +132,6 @@ class _Turn:
   Attributes:
     text: the whole chat as it is rendered.
     render: renders other messages as `text` was rendered; see `Tokenizer.render_chat`.
-    where: names the row.
   """
 
   before: list[Message]

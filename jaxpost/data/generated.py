@@ -27,12 +27,7 @@ Row = dict[str, Any]
 
 
 def rows(name: str, options: str = '') -> list[Row]:
-  """Generates the rows of a data set.
-
-  Args:
-    name: 'arithmetic', 'arithmetic_pairs', 'arithmetic_labels', 'arithmetic_scores' or 'arithmetic_steps'.
-    options: 'key=value,...'; the tables of defaults above have the keys.
-  """
+  """Generates the rows of a data set; `options` is 'key=value,...', with keys of the tables of defaults above."""
   makers = {
     'arithmetic': (arithmetic, _ARITHMETIC),
     'arithmetic_pairs': (arithmetic_pairs, _NOISY),

@@ -24,16 +24,10 @@ PER = ('token', 'sequence', 'pair', 'label')
 
 
 def pack(lengths: Sequence[int], row_length: int) -> list[list[int]]:
-  """Distributes Examples over rows by best-fit decreasing.
+  """Distributes Examples of these lengths over rows by best-fit decreasing; returns the indices in each row.
 
   The longest Example comes first, and each goes into the fullest row that still has room for it. Documents of 180
   tokens on average (log-normal) fill 99 % of rows of 2,048 tokens.
-
-  Args:
-    lengths: tokens of each Example, none above `row_length`.
-
-  Returns:
-    A list of rows, each a list of indices into `lengths`.
   """
   order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
   rows: list[list[int]] = []

@@ -108,12 +108,9 @@ def correction(names: Sequence[str], log_ratio: np.ndarray, mask: np.ndarray, op
 
 
 def off_policy_metrics(old_logprobs: np.ndarray, sampler_logprobs: np.ndarray, mask: np.ndarray) -> dict[str, float]:
-  """Returns metrics of the difference between trainer and sampler, under verl's names; {} if no token is trained.
+  """Returns metrics of the difference of log-probs [N, C], under verl's names; {} if no token is trained.
 
   kl, k3_kl and chi2_token are means over tokens; the others are statistics over sequences that have a trained token.
-
-  Args:
-    old_logprobs, sampler_logprobs, mask: [N, C].
   """
   same_shape('old_logprobs, sampler_logprobs, mask [N, C]', 2, old_logprobs, sampler_logprobs, mask)
   mask = np.asarray(mask, bool)
@@ -148,9 +145,8 @@ def off_policy_metrics(old_logprobs: np.ndarray, sampler_logprobs: np.ndarray, m
 def weight_metrics(weights: np.ndarray, advantages: np.ndarray, mask: np.ndarray) -> dict[str, float]:
   """Returns metrics of the weights w [N, C] of the n tokens of the mask; {} if there are none.
 
-  ess: (sum w)^2 / (n sum w^2), the effective fraction of the tokens (Kong 1992); 0 if all
-  weights are 0. masked_positive and masked_negative: of the tokens with a positive or
-  negative advantage, the fraction whose weight is 0.
+  ess: (sum w)^2 / (n sum w^2), the effective fraction of the tokens (Kong 1992); 0 if all weights are 0.
+  masked_positive and masked_negative: of the tokens with a positive or negative advantage, the share of weight 0.
   """
   mask = np.asarray(mask, bool)
   if not mask.any():

@@ -10,15 +10,11 @@ from jaxpost.types import MASKED_LOGIT
 
 
 def restrict(logits: jax.Array, allowed: jax.Array, labels: jax.Array) -> jax.Array:
-  """Masks the logits of tokens that could not be drawn at their position.
+  """Returns `logits` [B, C, V] with those of tokens that could not be drawn at their position masked.
 
   Args:
-    logits: [B, C, V].
     allowed: [B, C, k] int32, 1 + the ids that could be drawn, padded with 0; a row of zeros allows all.
     labels: [B, C], which are always allowed.
-
-  Returns:
-    [B, C, V], whose softmax is normalized over the allowed tokens.
   """
   rows, columns = jnp.indices(labels.shape)
   # Index 0 is that of padding, and is cut off.

@@ -203,15 +203,12 @@ class Checkpointer:
   def restore(
     self, template: Any, step: int | None = None, *, warn: Callable[[str], None] | None = print
   ) -> tuple[int, Any, dict]:
-    """Reads a step back, bit for bit, on any mesh.
+    """Reads (step, state, meta) back, bit for bit, on any mesh.
 
     Args:
-      template: pytree of jax.ShapeDtypeStruct with shardings.
-      step: which step; None for the newest undamaged one.
+      template: pytree of jax.ShapeDtypeStruct, with the shardings that the state gets.
+      step: None for the newest undamaged one.
       warn: receives one line if damaged steps had to be skipped; None for no warning.
-
-    Returns:
-      (step, state, meta), with the shardings of the template.
     """
     step = self._choose(step, warn)
     state = self._read(step, template, '')

@@ -35,11 +35,7 @@ def write(folder: epath.PathLike, manifest: Manifest) -> None:
 
 
 def read(folder: epath.PathLike, step: int) -> Manifest:
-  """Reads the manifest of a step below `folder`, and no other file.
-
-  Raises:
-    DamagedError: it is missing (the step is unfinished) or damaged.
-  """
+  """Reads the manifest of a step below `folder`; DamagedError if it is missing (the step is unfinished) or damaged."""
   path = epath.Path(folder) / str(step) / NAME
   if not path.exists():
     raise DamagedError(f'{step}/{NAME} is missing, the save was never finished')

@@ -46,11 +46,7 @@ def resolved(path: epath.PathLike) -> str:
 
 @functools.cache
 def check(path: str, key: str) -> None:
-  """Raises InputError if `path` is on an object store that cannot be reached.
-
-  Args:
-    key: the config field or flag that named the path, for the error.
-  """
+  """Raises InputError, which names the config field or flag `key`, if `path` is on an object store out of reach."""
   scheme, remote, _ = path.partition('://')
   if not remote:
     return

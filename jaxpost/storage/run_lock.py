@@ -57,13 +57,9 @@ class RunLock:
     }
 
   def acquire(self, note: Callable[[str], None] = print) -> None:
-    """Takes the lock; a second call does nothing.
+    """Takes the lock; InputError if another process holds it, or the folder cannot be written.
 
-    Args:
-      note: receives a line before a wait of half a minute.
-
-    Raises:
-      InputError: another process holds the lock, or the folder cannot be written.
+    `note` receives a line before a wait of half a minute. A second call does nothing.
     """
     if self._thread:
       return

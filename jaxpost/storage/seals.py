@@ -39,11 +39,7 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes, name: object) -> Any:
-  """Returns the value that `dumps` wrote.
-
-  Raises:
-    DamagedError: the data differs from its checksum; `name` begins the message.
-  """
+  """Returns the value that `dumps` wrote; DamagedError, which begins with `name`, if it differs from its checksum."""
   checksum, _, text = data.partition(b'\n')
   if checksum != b'%08x' % zlib.crc32(text):
     raise DamagedError(f'{name} differs from its checksum')
@@ -72,11 +68,7 @@ def add_beginning(path: epath.PathLike, size: int, crc: int) -> None:
 
 
 def damaged(folder: epath.PathLike, names: Collection[str] | None = None) -> list[str]:
-  """Returns which of the listed files differ from their checksums; missing files do not count.
-
-  Args:
-    names: the files to check; None for all.
-  """
+  """Returns which listed files, of `names` or (None) of all, differ from their checksums; missing ones do not count."""
   folder = epath.Path(folder)
   try:
     listed = _load(folder)
