@@ -65,18 +65,13 @@ class Example:
     sizes = _shorten_longest([stop - start for start, stop in spans], total - length)
     if sizes is None:
       return None
-    # Indices of the tokens whose positions and ids are kept, and of the tokens whose content is kept.
-    place, content, begin = [], [], 0
+    # Whether the position and ids of a token are kept, and the index of the token whose content is there.
+    kept, content = np.ones(total, bool), np.arange(total)
     for (start, stop), size in zip(spans, sizes):
-      kept = np.arange(begin, start + size)
-      place.append(kept)
+      kept[start + size : stop] = False
       if self.loss_mask[stop - 1] > 0 and not self.trained[start : stop - 1].any():
-        kept = np.append(kept[:-1], stop - 1)  # the token with the score
-      content.append(kept)
-      begin = stop
-    place.append(np.arange(begin, total))
-    content.append(np.arange(begin, total))
-    return self._at(np.concatenate(place), np.concatenate(content))
+        content[start + size - 1] = stop - 1  # the token with the score
+    return self._at(np.flatnonzero(kept), content[kept])
 
   def _at(self, place: np.ndarray, content: np.ndarray) -> Example:
     """Returns the tokens at the indices `content`, with the positions and ids of those at the indices `place`."""
