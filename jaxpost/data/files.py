@@ -66,9 +66,8 @@ def parse(text: str, name: str, line: int = 0) -> Any:
   try:
     return json.loads(text, object_pairs_hook=_unique)
   except json.JSONDecodeError as error:
-    hint = ''
-    if not line and error.msg == 'Extra data':
-      hint = ' (if there is one object per line, name the file .jsonl)'
+    may_be_lines = not line and error.msg == 'Extra data'
+    hint = ' (if there is one object per line, name the file .jsonl)' if may_be_lines else ''
     raise InputError(f'{name}:{line or error.lineno}:{error.colno}: bad JSON: {error.msg}{hint}') from error
   except (ValueError, RecursionError) as error:
     at = f'{name}:{line}' if line else name

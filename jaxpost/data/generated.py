@@ -89,7 +89,8 @@ def arithmetic_steps(a: int, op: str, b: int, options: Row, draw: random.Random)
   The steps take the second operand digit by digit. A share of the solutions, 1 - `correct`, has a mistake in one step;
   the labels of this step and of all later ones are false.
   """
-  parts = _places(b)
+  digits = str(b)
+  parts = [int(d) * 10 ** (len(digits) - n) for n, d in enumerate(digits, 1) if d != '0'] or [0]
   mistake_at = len(parts)
   if draw.random() >= options['correct']:
     mistake_at = draw.randrange(len(parts))
@@ -134,13 +135,6 @@ def _asked(a: int, op: str, b: int) -> Row:
 
 def _said(number: int) -> list[dict[str, str]]:
   return [{'role': 'assistant', 'content': str(number)}]
-
-
-def _places(number: int) -> list[int]:
-  """Splits a number by its digits: 25 -> [20, 5]; 0 -> [0]."""
-  digits = str(number)
-  parts = [int(d) * 10 ** (len(digits) - n) for n, d in enumerate(digits, 1)]
-  return [p for p in parts if p] or [0]
 
 
 def _problems(largest: int, ops: str, split: str, size: int, draw: random.Random) -> Iterator[tuple[int, str, int]]:

@@ -185,11 +185,8 @@ def activation(raw: dict[str, Any], family: Family, where: str) -> str:
 
 def biases(raw: dict[str, Any], family: Family) -> tuple[str, ...]:
   """Returns the projections with biases according to config.json, for `ModelConfig.biases`."""
-  projections: list[str] = []
-  for field, names in family.bias_fields.items():
-    if field in family.fields and raw.get(field):
-      projections += names
-  return tuple(projections)
+  fields = [field for field in family.bias_fields if field in family.fields and raw.get(field)]
+  return tuple(name for field in fields for name in family.bias_fields[field])
 
 
 def scalars(raw: dict[str, Any], family: Family) -> dict[str, Any]:

@@ -73,8 +73,7 @@ METHODS: dict[str, Correction] = {
 def check(names: Sequence[str], options: CorrectionOptions) -> None:
   """Raises InputError for unknown corrections, those that exclude each other, and empty ranges.
 
-  Args:
-    names: config.rl.importance; it may include 'opsm', which is computed in the update.
+  `names` is config.rl.importance, and may include 'opsm', which is computed in the update.
   """
   unknown = sorted(set(names) - {*METHODS, 'opsm'})
   if unknown:
@@ -85,8 +84,7 @@ def check(names: Sequence[str], options: CorrectionOptions) -> None:
       f'config.rl.importance: {" and ".join(weights)} would each multiply by the ratio; keep one of them'
     )
   for kind in ('token', 'sequence', 'product'):
-    low = vars(options)[f'{kind}_low']
-    high = vars(options)[f'{kind}_high']
+    low, high = vars(options)[f'{kind}_low'], vars(options)[f'{kind}_high']
     if low > high:
       raise InputError(f'config.rl.{kind}_low: {low} is above {kind}_high={high}, so no token is kept; swap them')
 
