@@ -54,10 +54,9 @@ class SharedStream(loader.PackedStream):
   """
 
   def __init__(self, stream: loader.PackedStream, like: Batch, place: Callable[[Batch], Batch]):
-    """Continues at the position of `stream`.
+    """Continues at the position of `stream`, which is the same on all processes.
 
     Args:
-      stream: the stream that it replaces, the same on all processes.
       like: a batch of the stream, for its fields.
       place: puts a batch on the devices, which determines the rows that this process needs.
     """

@@ -1,7 +1,6 @@
 """Families of decoders as data: the record that describes a family, and fields of config.json that families share.
 
-`families.py` has the table of families. Both `config_json`, which reads a config.json, and `config_export`, which
-writes one, use this module.
+`families.py` has the table of families. Both `config_json` and `config_export` use this module.
 """
 
 import dataclasses

@@ -31,8 +31,7 @@ def download(
     repo: 'org/name'.
     kind: 'dataset' or 'model'.
     revision: branch, tag or commit; '' for the default branch.
-    file: one file of the repository; '' for all that match `patterns`.
-    patterns: glob patterns of file names.
+    file: one file of the repository; '' for all whose names match the glob `patterns`.
   """
   import huggingface_hub as hf
 
