@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxpost.data import chat
 from jaxpost.errors import InputError
 
 if TYPE_CHECKING:
@@ -161,11 +162,8 @@ class Turns:
     """
     following = self._after(messages, row)
     end = self._text([self.end_id])
-    if not self._tokenizer.adds_space:
-      return self._tokenizer.encode(following[following.index(end) + len(end) :] if ended else following)
-    head = self._tokenizer.encode(end)
-    text = following[following.index(end) :] if ended else end + following
-    return self._tokenizer.encode(text)[len(head) :]
+    text = following[following.index(end) + len(end) :] if ended else following
+    return chat.continuation(self._tokenizer, end, text)
 
   def matches_template(self) -> bool:
     """Returns True if tokenizing turn by turn gives the same text as rendering the whole conversation.
