@@ -43,7 +43,6 @@ class Session:
   limits: EpisodeLimits
   sampling: dict
   known: list[dict] = dataclasses.field(default_factory=list)  # the messages of the conversation, answers included
-  last: int = -1  # the last sampled token
   begun: int = 0  # how often a conversation has started
   head: int = 0  # number of messages before the first answer
   between: list[int] = dataclasses.field(default_factory=list)  # tokens that the agent added after the last answer
@@ -54,16 +53,15 @@ class Session:
   def context(self, body: dict, encode: Callable[[], np.ndarray]) -> tuple[np.ndarray, bool]:
     """Returns ([P] int32 all tokens before the answer, True if they do not continue the episode, which starts over).
 
-    Args:
-      encode: tokenizes the whole body; used if it does not continue the conversation.
+    `encode` tokenizes the whole body, if it does not continue the conversation.
     """
     messages = body.get('messages')
+    tokens = self._tokens()
     count = len(self.known)
     if count and messages and len(messages) > count and _same_messages(messages[:count], self.known):
-      between = self.turns.continuation(messages[count:], ended=self.last == self.turns.end_id, row=body)
-      return np.concatenate([self._tokens(), between]).astype(np.int32), False
+      between = self.turns.continuation(messages[count:], ended=tokens[-1] == self.turns.end_id, row=body)
+      return np.concatenate([tokens, between]).astype(np.int32), False
     ids = encode()
-    tokens = self._tokens()
     # A text or token prompt continues the episode if it begins with its tokens.
     continues = self.episode.tokens and not messages and ids[: len(tokens)].tolist() == tokens.tolist()
     return ids, not continues
@@ -116,7 +114,6 @@ class Session:
     request_messages = body.get('messages') or [{'role': 'user', 'content': str(body.get('prompt'))}]
     self.known = [*request_messages, message]
     e.messages = self.known[self.head :]
-    self.last = int(completion.tokens[-1])
     self.busy.release()
 
 

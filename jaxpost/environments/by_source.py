@@ -25,9 +25,6 @@ class PoolsBySource:
     tools: {name: JSON schemas of the tools of that environment}.
     gives_turn_rewards: True if one of them gives rewards of turns.
     agent: False, as an agent is the only environment of its run.
-
-  Args:
-    pools: the pool of each environment, by name.
   """
 
   def __init__(self, pools: Mapping[str, EnvironmentPool]) -> None:

@@ -68,11 +68,6 @@ def given_tokens(ids: Iterable[int], version: int) -> list[EpisodeToken]:
 
 def generated_tokens(completion: Completion) -> list[EpisodeToken]:
   """Returns the tokens of a turn of the model."""
-  columns = zip(
-    completion.tokens.tolist(),
-    completion.logprobs.tolist(),
-    completion.behavior_logprobs.tolist(),
-    completion.versions.tolist(),
-    strict=True,
-  )
-  return [EpisodeToken(i, True, logprob, behavior, version) for i, logprob, behavior, version in columns]
+  c = completion
+  columns = (x.tolist() for x in (c.tokens, c.logprobs, c.behavior_logprobs, c.versions))
+  return [EpisodeToken(i, True, *values) for i, *values in zip(*columns, strict=True)]

@@ -66,9 +66,7 @@ class EpisodeScheduler:
   def follow(self, completions: list[Completion], idle: bool) -> list[Request]:
     """Returns the requests that are ready; `NativeEngine.serve` calls it between two blocks.
 
-    Args:
-      completions: turns that have ended.
-      idle: True if the engine has nothing else to do; then this waits for an answer.
+    `completions` are turns that have ended. If the engine is `idle`, this waits for an answer.
     """
     self.block += 1
     for completion in completions:

@@ -120,9 +120,8 @@ def make_sampler(
     wait_blocks=config.tools.wait_blocks,
     failed=config.rewards.max_failed,
   )
-  sampler_class = Episodes
   if environment.agent:
     from jaxpost.environments.agents import Agents  # it starts an HTTP server
 
-    sampler_class = Agents
-  return sampler_class(engine, run_key, environment, tokenizer, limits)
+    return Agents(engine, run_key, environment, tokenizer, limits)
+  return Episodes(engine, run_key, environment, tokenizer, limits)

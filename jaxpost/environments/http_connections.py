@@ -94,7 +94,6 @@ class Connections:
   """All connections of a server, in a thread of their own, which runs from the start until `close`.
 
   Attributes:
-    port: the port that the server listens on.
     held: bytes of all requests that are being read or answered.
     ending: set once `close` was called.
 

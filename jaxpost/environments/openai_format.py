@@ -179,11 +179,9 @@ class Translator:
     )
 
   def with_prompt(self, choice: dict, body: dict, ids: np.ndarray, score: Any) -> dict:
-    """Returns an entry of `choices` of completions with the prompt before it.
+    """Returns an entry of `choices` of completions with the prompt `ids` before it.
 
-    Args:
-      ids: token ids of the prompt.
-      score: the `tools.scoring.TextScore` of the prompt; None: no log-probs were asked for.
+    `score` is the `tools.scoring.TextScore` of the prompt; None: no log-probs were asked for.
     """
     text = self._tokenizer.decode(ids, skip_special=False)
     out = {**choice, 'text': text + choice['text']}
@@ -201,9 +199,7 @@ class Translator:
   def _text_logprobs(self, ids: np.ndarray, drawn: Any, count: int, before: Sequence[int]) -> dict:
     """Returns the log-probs of tokens as completions have them, with `count` of the most probable tokens each.
 
-    Args:
-      drawn: the `Completion` or `TextScore` of the tokens.
-      before: token ids before them.
+    `drawn` is the `Completion` or `TextScore` of the tokens.
     """
     top = None
     if count and drawn.top_ids is not None:  # an agent of a run may ask, but its sampler reports none

@@ -18,7 +18,6 @@ class TextStream:
   """The text of a completion whose tokens arrive in parts.
 
   Args:
-    decode: token ids -> text.
     stops: stop strings; the text ends before the first of them.
     before: token ids before those that are added.
   """
@@ -84,12 +83,7 @@ class EventStream:
     return self._event(choices=[dict(index=index, **content, logprobs=None, finish_reason=None)])
 
   def end(self, response: dict, with_usage: bool) -> str:
-    """Returns the last events.
-
-    Args:
-      response: the whole answer, as `openai_format.response` makes it.
-      with_usage: adds an event with the number of tokens.
-    """
+    """Returns the last events of an answer (`openai_format.response`), `with_usage` one with the number of tokens."""
     shared = {name: value for name, value in response.items() if name == 'prompt_token_ids'}
     events = [self._event(choices=[self._last(c)], **shared) for c in response['choices']]
     if with_usage:

@@ -85,7 +85,6 @@ class EnvironmentPool:
   """The environments of a stage: one process for each episode in flight.
 
   Attributes:
-    all: the environments.
     tools: JSON schemas of the tools, for the chat template.
     gives_reward: True if the class has get_reward.
     gives_turn_rewards: True if it has an attribute turn_reward.
