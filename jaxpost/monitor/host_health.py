@@ -33,16 +33,13 @@ class HostHealth:
   """Compares the hosts of a run every `every` steps, with equal results on all.
 
   digests: {role: program that hashes its parameters per device}.
-  note: note(text) prints a message.
   """
 
   every: int
   digests: dict
   note: Callable
-  # Sums over the steps since the last comparison:
-  _host_s: float = 0.0  # seconds of this host's own work
-  _step_s: float = 0.0  # seconds in all
-  _steps: int = 0
+  # Seconds of this host's own work, and in all, of each step since the last comparison:
+  _times: list[tuple[float, float]] = dataclasses.field(default_factory=list)
   _waited_s: float = 0.0  # seconds waited for other processes since the start
 
   def begin(self, step: int, roles: Roles) -> dict | None:
@@ -69,15 +66,15 @@ class HostHealth:
       RuntimeError: replicas differ; it names the parameter, device and process.
     """
     waited = seconds_waited() - self._waited_s
-    self._host_s += max(0.0, times['time/step'] - waited - sum(times.get(f'time/{phase}', 0.0) for phase in _DEVICES))
-    self._step_s += times['time/step']
-    self._steps += 1
+    on_devices = sum(times.get(f'time/{phase}', 0.0) for phase in _DEVICES)
+    self._times.append((max(0.0, times['time/step'] - waited - on_devices), times['time/step']))
     self._waited_s += waited
     if pending is None:
       return {}
+    own, step = map(statistics.fmean, zip(*self._times))
+    self._times.clear()
     # How far the slowest process is behind the median.
-    hosts, host_seconds = zip(*coordination.all_gather([socket.gethostname(), self._host_s / self._steps]))
-    step = self._step_s / self._steps
+    hosts, host_seconds = zip(*coordination.all_gather([socket.gethostname(), own]))
     slowest = host_seconds.index(max(host_seconds))
     skew = max(host_seconds) - statistics.median_low(host_seconds)
     if skew > _STRAGGLES * step:
@@ -85,8 +82,6 @@ class HostHealth:
         f'process {slowest} on {hosts[slowest]} is the slowest: it works '
         f'{skew:.3f} s a step longer than the others, of {step:.3f} s'
       )
-    self._host_s = self._step_s = 0.0
-    self._steps = 0
     row = {'time/host_skew': skew, 'time/slowest_process': slowest}
     for name, (digest, params) in pending.items():
       digest = to_host(digest)

@@ -69,11 +69,7 @@ def commit() -> str:
 
 
 def code_files(changes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-  """Returns {path: digest} of the Python files that a config names, as in reward='./my.py:fn'.
-
-  Args:
-    changes: {stage: {field: value}} of the fields that are set.
-  """
+  """Returns {path: digest} of the Python files that {stage: {field: value}} names, as in reward='./my.py:fn'."""
   out = {}
   for value in (value for fields in changes.values() for value in fields.values()):
     for reference in value if isinstance(value, list) else [value]:

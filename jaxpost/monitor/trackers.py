@@ -22,15 +22,12 @@ from jaxpost.storage import object_store
 
 
 class Client(NamedTuple):
-  """A started tracker: log(values, step), file(path of a file in the run folder), finish().
-
-  define(stage) and show(stage, step, sample rows) do nothing by default.
-  """
+  """A started tracker: log(values, step), file(path in the run folder), finish(); the others are optional."""
 
   log: Callable[[dict[str, float], int], Any]
   file: Callable[[str], Any]
   finish: Callable[[], Any]
-  define: Callable[[str], Any] = str  # does nothing
+  define: Callable[[str], Any] = str  # of a stage; does nothing
   show: Callable[[str, int, Sequence[Mapping]], Any] = lambda stage, step, rows: None
 
 
