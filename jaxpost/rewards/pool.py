@@ -90,7 +90,6 @@ class RewardPool(contextlib.AbstractContextManager):
     self.weights = dict(zip(self.names, weights))
     self._max_failed = max_failed
     self._timeout_s = timeout_s
-    self._start_timeout_s = start_timeout_s
     self._needed_variables = [*builtin.needed_variables(rewards), *env_vars]
     named = list(zip(self.names, rewards))
     self._local: list[Reward] = []
@@ -104,6 +103,7 @@ class RewardPool(contextlib.AbstractContextManager):
           'reward %s runs inside this process and cannot be killed if it hangs; write it as module:function', name
         )
     self._remote = [(n, builtin.locate(r)) for n, r in named if not callable(r)]
+    self._setup = dict(rewards=self._remote, timeout_s=timeout_s, start_timeout_s=start_timeout_s)
     self._console = process.Printed([name for name, _ in self._remote]) if show_printed else None
     self._needs: list[tuple[str, str, Sequence[str]]] = []  # name, file and needed columns of each function
     self._recent: collections.deque[str | None] = collections.deque(maxlen=_WINDOW)  # the error of each group, or None
@@ -228,11 +228,10 @@ class RewardPool(contextlib.AbstractContextManager):
       variables, hidden = process.worker_variables(self._needed_variables)
       if hidden:
         _LOG.info('rewards do not see %s; config.rewards.env_vars passes some on', ', '.join(hidden))
-      setup = dict(rewards=self._remote, timeout_s=self._timeout_s, start_timeout_s=self._start_timeout_s)
       self._reaper = reaper = process.Reaper()
       label = 'reward ' + ', '.join(name for name, _ in self._remote)
       self._workers = [
-        process.Worker('jaxpost.rewards.worker', setup, variables, reaper, label) for _ in range(self._size)
+        process.Worker('jaxpost.rewards.worker', self._setup, variables, reaper, label) for _ in range(self._size)
       ]
     workers: list[process.Worker | None] = [*self._workers] or [None]  # None: functions of this process alone
     for worker in workers:

@@ -58,11 +58,10 @@ def load(name: str, fn: Callable) -> Reward:
       f'reward {name} ({file}): wrong signature {signature}; arguments'
       ' come by name: f(prompts, completions, completion_ids, **columns); one of verl is verl:./file.py:function'
     )
-  needs = tuple(p.name for p in named if p.default is p.empty)
-  if hasattr(fn, 'needs_columns'):  # a builtin whose columns depend on its options
-    needs += tuple(fn.needs_columns)
+  needs = [p.name for p in named if p.default is p.empty]
+  needs += getattr(fn, 'needs_columns', ())  # of a builtin whose columns depend on its options
   takes = tuple(p.name for p in named)
-  return Reward(name=name, fn=fn, takes=takes, takes_columns=takes_columns, needs=needs, file=file)
+  return Reward(name=name, fn=fn, takes=takes, takes_columns=takes_columns, needs=tuple(needs), file=file)
 
 
 def file_of(fn: Callable, name: object) -> str:

@@ -86,10 +86,11 @@ class Worker:
   def __init__(self, module: str, setup: dict, variables: dict[str, str], reaper_process: Reaper, label: str) -> None:
     self._module = module
     self._label = label
-    self._setup = {'path': search_path(), **setup}
+    self._cwd = os.getcwd()
+    folders = [str(entry) or self._cwd for entry in sys.path]
+    self._setup = {'path': list(dict.fromkeys([*folders, self._cwd])), **setup}
     self._variables = variables
     self._reaper = reaper_process
-    self._cwd = os.getcwd()
     self._lock = threading.Lock()  # `interrupt` may come from another thread during `start`
     self._closed = False
     self._process = None
@@ -341,10 +342,3 @@ def worker_variables(needed: Sequence[str] = ()) -> tuple[dict[str, str], list[s
   variables['PYTHONPATH'] = os.pathsep.join(p for p in paths if p)
   variables['JAX_PLATFORMS'] = 'cpu'
   return variables, dropped
-
-
-def search_path() -> list[str]:
-  """Returns the import path for a worker: this process's sys.path and the working directory."""
-  cwd = os.getcwd()
-  path = [str(entry) or cwd for entry in sys.path]
-  return path if cwd in path else path + [cwd]
