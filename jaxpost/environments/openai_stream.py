@@ -62,15 +62,11 @@ class TextStream:
 
 
 class EventStream:
-  """The events of one answer, of one choice or several.
-
-  Attributes:
-    texts: a `TextStream` for each choice; (): all is sent at the end.
-  """
+  """The events of one answer, of one choice or several."""
 
   def __init__(self, is_chat: bool, model: str, texts: Sequence[TextStream] = ()) -> None:
     self._is_chat = is_chat
-    self.texts = texts
+    self.texts = texts  # of each choice; (): all is sent at the end
     self._begun: set[int] = set()  # indices of choices that have had an event
     self._head = openai_format.head('chat.completion.chunk' if is_chat else 'text_completion', model)
 

@@ -30,13 +30,10 @@ _STRAGGLES = 0.1  # of a step: larger delays of the slowest process are reported
 
 @dataclasses.dataclass
 class HostHealth:
-  """Compares the hosts of a run every `every` steps, with equal results on all.
-
-  digests: {role: program that hashes its parameters per device}.
-  """
+  """Compares the hosts of a run every `every` steps, with equal results on all."""
 
   every: int
-  digests: dict
+  digests: dict  # {role: program that hashes its parameters per device}
   note: Callable
   # Seconds of this host's own work, and in all, of each step since the last comparison:
   _times: list[tuple[float, float]] = dataclasses.field(default_factory=list)

@@ -176,9 +176,7 @@ class RewardPool(contextlib.AbstractContextManager):
   def submit(self, groups: Sequence[Group], step: int | None = None) -> list[concurrent.futures.Future[Graded]]:
     """Starts grading without waiting for it; failures are not counted before `count` is called.
 
-    Args:
-      groups: groups to grade; InputError if JSON cannot represent a column.
-      step: passed to the functions as TRL's trainer_state.global_step.
+    InputError if JSON cannot represent a column. `step` reaches the functions as TRL's trainer_state.global_step.
     """
     lines = [_request(group, step) for group in groups]
     self._start()
