@@ -57,7 +57,7 @@ class Batch:
   sequence_ids: Array | None = None  # [B, T] int32
   arrays: dict = struct.field(default_factory=dict)  # name -> [B, T, ...]
   teacher_hidden: tuple = ()  # [B, T, D'] of each teacher, to distill from
-  experts: Array | None = None  # [B, T, L, k] uint16 recorded, for routing replay (`models/routing_replay.py`)
+  experts: Array | None = None  # [B, T, L, k] uint16 recorded, for routing replay (`models/routing.py`)
   allowed: Array | None = None  # [B, T, k] int32, see `Rollout`
   temperature: Array | None = None  # [B, T] float32, that of the source (`rl.sources`); 0 and None: that of the run
 

@@ -74,7 +74,6 @@ OPTIONS = {
   'jaxpost.models.recurrence_mosaic': 'model.path',
   'jaxpost.models.recurrence_triton': 'model.path',
   'jaxpost.models.routing': 'model.path',
-  'jaxpost.models.routing_replay': 'router.routing_replay',
   'jaxpost.models.sparse_attention': 'model.path',
   'jaxpost.models.state_space': 'model.path',
   'jaxpost.models.multi_token': 'nll.mtp_weight',

@@ -18,7 +18,7 @@ from jaxpost import matmul, types
 from jaxpost.errors import InputError
 from jaxpost.formats import hf, hf_export, tensor_layout, tensor_reader
 from jaxpost.formats import mxfp4 as mxfp4_lib
-from jaxpost.models import expert_mlp, grouped, moe, presets, routing_replay, transformer
+from jaxpost.models import expert_mlp, grouped, moe, presets, transformer
 from jaxpost.models import model as model_lib
 from jaxpost.models import routing as routing_lib
 from jaxpost.models.config import Experts
@@ -322,9 +322,7 @@ def test_shards_of_fused_and_mxfp4_tensors_are_read_alone(tmp_path):
 def test_sampler_records_the_experts_of_each_token_for_replay(model, params):
   """At every position, the recorded experts are those that training chooses in exact float32."""
   settings = native.SamplerConfig(slots=2, max_prompt=8, max_new_tokens=6, stop_ids=(-2,), block=4)
-  engine = native.NativeEngine(
-    routing_replay.recording(model), settings, tiny.one_device('rollout'), tiny.EXACT, Ledger()
-  )
+  engine = native.NativeEngine(routing_lib.recording(model), settings, tiny.one_device('rollout'), tiny.EXACT, Ledger())
   engine.load(params, version=0)
   ids = tiny.tokens((3, 8))
   rollout = engine(

@@ -51,9 +51,9 @@ def prefill(
   last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
   experts: tuple = ()
   if routes is not None:
-    from jaxpost.models import routing_replay
+    from jaxpost.models import routing
 
-    experts = routing_replay.record(routes, cfg)
+    experts = routing.record(routes, cfg)
   states = tuple(tuple(state) for state, stack in zip(kept, cfg.layer_stacks) if stack in STATEFUL)
   # A layer that attends to the keys and values of another one has no entries.
   entries = [entry for entry, stack in zip(kept, cfg.layer_stacks) if stack not in STATEFUL and entry]

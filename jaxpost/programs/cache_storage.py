@@ -39,9 +39,9 @@ def empty_block(model: Model, cache: Cache, rows: int, steps: int) -> Cache:
   states = jax.tree.map(lambda x: x[:rows], cache.states)
   experts = ()
   if model.config.experts and model.config.experts.record:
-    from jaxpost.models import routing_replay
+    from jaxpost.models import routing
 
-    experts = routing_replay.no_record(model.config, rows, steps)
+    experts = routing.no_record(model.config, rows, steps)
   return view(recent).replace(experts=experts, states=states)
 
 

@@ -304,9 +304,9 @@ def decode_block(
   slots = slots.replace(positions=filled + steps)
   experts = ()
   if recent.experts:
-    from jaxpost.models import routing_replay
+    from jaxpost.models import routing
 
-    experts = routing_replay.recorded(recent.experts)
+    experts = routing.recorded(recent.experts)
   block = Block(
     tokens=drawn.tokens,
     logprobs=drawn.logprobs,

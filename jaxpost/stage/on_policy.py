@@ -39,9 +39,9 @@ def make_engine(placed: PlacedStage, slots: int = 0) -> NativeEngine:
   model, tokenizer = placed.model, placed.inputs.tokenizer
   rollout, on_policy = placed.config.rollout, placed.algorithm.on_policy
   if placed.config.router.routing_replay:
-    from jaxpost.models import routing_replay
+    from jaxpost.models import routing
 
-    model = routing_replay.recording(model)
+    model = routing.recording(model)
   compute, reshard, bridge = placed.compute, None, None
   if rollout.weights or rollout.cache:
     from jaxpost.models import scaled

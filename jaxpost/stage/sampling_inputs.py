@@ -129,9 +129,9 @@ def check_sampling(config: Config, on_policy: bool, rewards: bool = True) -> Non
 def check_model(config: Config, model: Model) -> None:
   """Refuses options with which the engine of a stage, if it has one, could not sample from the policy."""
   if config.router.routing_replay:
-    from jaxpost.models import routing_replay
+    from jaxpost.models import routing
 
-    model = routing_replay.recording(model)
+    model = routing.recording(model)
   if not config.train_on_rollouts or checks.samples_held_out(config):
     sampler_config.check(model.config, engine_config(config, stop_ids=()))
 
