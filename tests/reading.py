@@ -127,7 +127,6 @@ OPTIONS = {
   'jaxpost.stage.muon': 'optim.name',
   'jaxpost.workers.call': 'reward',  # only for callables, which run in this process
   'jaxpost.stage.evaluate': 'eval.data',
-  'jaxpost.stage.held_out_loss': 'algorithm',
   'jaxpost.stage.reward_models': 'reward_model.path',
   'jaxpost.stage.precompute': 'rl.reference',
 }

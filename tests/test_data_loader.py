@@ -16,7 +16,7 @@ from jaxpost.data import chat, few_rows, generated, loader, packing, preview, pr
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.distributed.channel import seconds_waited
 from jaxpost.errors import InputError
-from jaxpost.stage import held_out_loss
+from jaxpost.stage import evaluate
 
 NUM_ROWS, ROW_LENGTH = 37, 32
 
@@ -432,7 +432,7 @@ def test_default_window_fills_rows():
 
 def test_eval_batches_hold_each_example_once():
   examples = [example(r) for r in range(NUM_ROWS)]
-  batches = held_out_loss.eval_batches(examples, 4, ROW_LENGTH)
+  batches = evaluate.eval_batches(examples, 4, ROW_LENGTH)
   assert all(b.tokens.shape == (4, ROW_LENGTH) for b in batches)
   tokens_of_segments = sorted(tokens for tokens, _ in documents(batches))
   assert tokens_of_segments == sorted(e.tokens.tolist() for e in examples)
@@ -444,10 +444,10 @@ def test_eval_batches_hold_each_example_once():
 
 
 def test_eval_batches_leave_out_missing_examples():
-  (batch,) = held_out_loss.eval_batches([None, example(1), None], 1, ROW_LENGTH)
+  (batch,) = evaluate.eval_batches([None, example(1), None], 1, ROW_LENGTH)
   assert documents([batch])[0][0] == example(1).tokens.tolist()
   with pytest.raises(InputError, match='none of the 0 documents'):
-    held_out_loss.eval_batches([None], 1, ROW_LENGTH)
+    evaluate.eval_batches([None], 1, ROW_LENGTH)
 
 
 def prompt_stream(per_step=3, rows=None, **options):

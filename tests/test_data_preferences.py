@@ -14,7 +14,7 @@ from jaxpost.data import chat, generated, loader, packing, preferences, preview,
 from jaxpost.data import prompts as prompts_lib
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
-from jaxpost.stage import held_out_loss
+from jaxpost.stage import evaluate
 
 load = functools.cache(tokenizer_lib.load)
 USER = {'role': 'user', 'content': 'Q1'}
@@ -399,7 +399,7 @@ def test_eval_batches_weight_all_pairs_equally():
   tokenizer = load('bytes')
   rows = generated.rows('arithmetic_pairs', 'size=11')
   pairs = [preferences.make_pair_example(tokenizer, r, 'x') for r in rows]
-  batches = held_out_loss.eval_batches(pairs, 2, 80, per='pair')
+  batches = evaluate.eval_batches(pairs, 2, 80, per='pair')
   assert len(batches) > 1
   weights = np.concatenate([b.loss_weights for b in batches])
   nll = np.concatenate([b.arrays['nll_weights'] for b in batches])

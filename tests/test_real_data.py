@@ -18,7 +18,7 @@ from jaxpost.data import chat, loader, preferences, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
 from jaxpost.rewards import math
-from jaxpost.stage import held_out_loss, prepare
+from jaxpost.stage import evaluate, prepare
 
 REWARD = '''
 def letters(completions, **columns):
@@ -317,7 +317,7 @@ def test_sharegpt_pairs_are_cut_to_the_row_length(shared_data, qwen_tokenizer):
     assert part is None or len(part.tokens) == min(len(whole.tokens), length)
     assert part is None or (part.sequence_ids == 0).sum() == fixed
   assert 0 < sum(c is None for c in cut) < 60
-  batches = held_out_loss.eval_batches(examples, 8, length, per='pair')
+  batches = evaluate.eval_batches(examples, 8, length, per='pair')
   pairs = sum(int(b.sequence_ids.max(axis=1).sum()) for b in batches)
   assert pairs == 2 * sum(c is not None for c in cut)
 

@@ -325,15 +325,12 @@ def make_evaluator(placed: PlacedStage, engine: NativeEngine | None) -> Evaluato
   held_out = placed.data.held_out
   if held_out is None:
     return None
-  from jaxpost.stage.evaluate import Evaluator
+  from jaxpost.stage import evaluate
 
-  loss = sampled = None
-  if held_out.documents is not None:
-    from jaxpost.stage import held_out_loss
-
-    loss = held_out_loss.make(placed)
+  loss = evaluate.make_loss_eval(placed) if held_out.documents is not None else None
+  sampled = None
   if placed.config.eval.samples:
     from jaxpost.stage import on_policy
 
     sampled = on_policy.make_sampled_eval(placed, engine, held_out.prompts)
-  return Evaluator(loss, sampled)
+  return evaluate.Evaluator(loss, sampled)

@@ -52,7 +52,7 @@ def of_samples(config: Config) -> set[str]:
 
 
 def of_loss(config: Config, algorithm: Algorithm) -> set[str]:
-  """Returns the names of the metrics of `held_out_loss.HeldOut`, without computing one of them."""
+  """Returns the names of the metrics of `evaluate.HeldOut`, without computing one of them."""
   objective = algorithm.objective(config)
   shape = (1, 4)  # one row; any number of tokens has the same metrics
 
