@@ -105,7 +105,6 @@ OPTIONS = {
   'jaxpost.rl.merging': 'rl.dynamic_sampling',
   'jaxpost.rl.offload': 'rollout.offload',
   'jaxpost.rl.shared_prompts': 'train.share_prompt',
-  'jaxpost.rl.process_rewards': 'reward_model.per_step',
   'jaxpost.rl.replay': 'rl.replay',
   'jaxpost.rollout.page_table': 'rollout.page_size',
   'jaxpost.rollout.drafts': 'rollout.speculation',

@@ -26,7 +26,7 @@ from jaxpost.losses import token_advantages
 from jaxpost.models import model as model_lib
 from jaxpost.programs import train as programs
 from jaxpost.rewards.groups import Graded
-from jaxpost.rl import grading, process_rewards
+from jaxpost.rl import attached_rewards, grading
 from jaxpost.stage import algorithms, best_metric, evaluate, prepare, records, reward_models, weight_sources
 from jaxpost.stage import config as config_lib
 from jaxpost.storage import manifest
@@ -427,14 +427,16 @@ def test_consecutive_line_breaks_end_one_step():
     behavior_logprobs=np.zeros(ids.shape, np.float32),
     finished=np.array([True, False]),
   )
-  ends, cut_off = process_rewards.step_ends(rollout, TOKENIZER)
+  ends, cut_off = attached_rewards.step_ends(rollout, TOKENIZER)
   np.testing.assert_array_equal(ends, [[0, 1, 0, 0, 1], [1, 0, 1, 0, 0]])
   np.testing.assert_array_equal(cut_off, [[0, 0, 0, 0, 0], [0, 0, 1, 0, 0]])
   values = np.array([[9, 0, 9, 9, 1e9], [0, 9, 1e9, 9, 9]])
-  np.testing.assert_allclose(process_rewards.grade(rollout, values, grading.Grader(None, TOKENIZER))[1], [0.75, 0.25])
+  np.testing.assert_allclose(
+    attached_rewards.grade_steps(rollout, values, grading.Grader(None, TOKENIZER))[1], [0.75, 0.25]
+  )
   stopped = np.array([[*b'a\n', TOKENIZER.eos_id, 0, 0], [*b'ab', TOKENIZER.eos_id, 0, 0]])
   rollout = rollout.replace(completions=stopped, lengths=np.array([3, 3]), finished=np.ones(2, bool))
-  ends, cut_off = process_rewards.step_ends(rollout, TOKENIZER)
+  ends, cut_off = attached_rewards.step_ends(rollout, TOKENIZER)
   np.testing.assert_array_equal(ends, [[0, 1, 0, 0, 0], [0, 0, 1, 0, 0]])
   assert not cut_off.any()
 

@@ -1,5 +1,11 @@
 """Rewards that no reward function computes: of an environment, recorded with a rollout, or of a reward model.
 
+A reward model grades completions or, if it is a process reward model, their steps. The output of the latter is read
+where it was trained (`data.preferences.make_steps_example`): at the line break after each step. The last step of a
+completion ends with a stop token, which the model was not trained on, so a line break replaces it in the model's input.
+A step's reward is placed at that token, so that PPO, VAPO and REINFORCE++ credit it to the tokens before; methods that
+compare groups take the sum.
+
 Legend: N sequences, in P groups of G; C completion tokens.
 """
 
@@ -7,16 +13,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpost.rewards.groups import Graded
+from jaxpost.rl import batching
 from jaxpost.rl.reward_metrics import REWARD_MODEL
-from jaxpost.types import Rollout
+from jaxpost.roles import Frozen
 
 if TYPE_CHECKING:
+  from jaxpost.data.tokenizer import Tokenizer
   from jaxpost.rl.grading import Grader
+  from jaxpost.types import Batch, Rollout
 
 
 def add_attached(groups: Sequence[Graded], rollout: Rollout) -> list[Graded]:
@@ -64,9 +74,7 @@ def add_reward_model(
   last = np.maximum(rollout.lengths, 1) - 1
   scores = np.asarray(outputs, np.float64)[np.arange(len(last)), last]
   if grader.per_step:
-    from jaxpost.rl import process_rewards
-
-    rollout, scores = process_rewards.grade(rollout, outputs, grader)
+    rollout, scores = grade_steps(rollout, outputs, grader)
   scores = scores.reshape(rewards.shape)
   missing = np.isnan(rewards)
   no_function = missing.all(axis=1, keepdims=True)  # groups that only the reward model grades
@@ -80,3 +88,51 @@ def add_reward_model(
     for group, row in zip(results, scores, strict=True)
   ]
   return rollout, with_model, rewards
+
+
+@dataclasses.dataclass
+class StepJudge(Frozen):
+  """A process reward model whose input has a line break instead of each stop token of a completion."""
+
+  tokenizer: Tokenizer
+
+  def __call__(self, batch: Batch) -> Any:
+    """Runs the program on a placed batch whose `loss_weights` are those of completions, [M, B / M, T]."""
+    stopped = (batch.loss_weights > 0) & jnp.isin(batch.tokens, jnp.asarray(self.tokenizer.stop_ids))
+    tokens = jnp.where(stopped, self.tokenizer.encode('\n')[-1], batch.tokens)
+    return super().__call__(batch.replace(tokens=tokens))
+
+
+def grade_steps(rollout: Rollout, values: np.ndarray, grader: Grader) -> tuple[Rollout, np.ndarray]:
+  """Returns (the rollout with rewards of steps, rewards [N]).
+
+  A step gets the model's probability that it is right, divided by the number of steps: more steps earn no more. A step
+  that the limit of tokens cut off gets 0, as the model has not been trained inside of steps. The reward of a completion
+  is the sum over its steps, from 0 to 1.
+
+  Args:
+    values: [N, C] log-odds.
+    grader: its `model_weight` scales the rewards of steps in the rollout, but not the rewards [N].
+  """
+  ends, cut_off = step_ends(rollout, grader.tokenizer)
+  # The clip keeps exp finite; the probability at 30 is 1 in float32.
+  probability = 1 / (1 + np.exp(-np.clip(np.asarray(values, np.float64), -30, 30)))
+  step_rewards = np.where(ends & ~cut_off, probability, 0) / np.maximum(ends.sum(axis=1, keepdims=True), 1)
+  return rollout.replace(turn_rewards=grader.model_weight * step_rewards), step_rewards.sum(axis=1)
+
+
+def step_ends(rollout: Rollout, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+  """Returns (ends, cut_off), both [N, C] bool.
+
+  ends: tokens with a line break and stop tokens, the first of several in a row, and the last token.
+  cut_off: those at which the limit of tokens ended a step.
+  """
+  ids = np.unique(rollout.completions)
+  breaks = np.isin(
+    rollout.completions, [i for i in ids.tolist() if i in tokenizer.stop_ids or '\n' in tokenizer.decode([i])]
+  )
+  repeated = np.zeros_like(breaks)
+  repeated[:, 1:] = breaks[:, 1:] & breaks[:, :-1]
+  last = np.arange(breaks.shape[1]) == np.maximum(rollout.lengths[:, None], 1) - 1
+  ends = (breaks & ~repeated | last & ~breaks) & (batching.completion_mask(rollout) > 0)
+  return ends, ends & ~breaks & ~np.asarray(rollout.finished, bool)[:, None]

@@ -66,9 +66,9 @@ def make_frozen(placed: PlacedStage, name: str, params: dict, workdir: epath.Pat
   params = join(shared, score.frozen_copy(part, params, placed.compute, part.shardings(layout), ledger))
   role = Frozen(params, _program(placed, name, model), layout, model)
   if name == 'reward_model' and config.reward_model.per_step:
-    from jaxpost.rl import process_rewards
+    from jaxpost.rl import attached_rewards
 
-    return process_rewards.StepJudge(**vars(role), tokenizer=placed.inputs.tokenizer)
+    return attached_rewards.StepJudge(**vars(role), tokenizer=placed.inputs.tokenizer)
   if name.startswith('teacher_') and config.distill.align == 'text' and not (placed.distills or ledger.dry):
     from jaxpost.algorithms import teacher_text
 
