@@ -91,7 +91,6 @@ OPTIONS = {
   'jaxpost.programs.multi_token': 'nll.mtp_weight',
   'jaxpost.programs.noise': 'nll.neftune_alpha',
   'jaxpost.programs.weight_files': 'model.path',
-  'jaxpost.programs.topk': 'distill.top_k',
   'jaxpost.programs.pages': 'rollout.page_size',
   'jaxpost.programs.score': 'rl.kl_coef',
   'jaxpost.programs.verify': 'rollout.speculation',

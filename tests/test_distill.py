@@ -23,7 +23,6 @@ from jaxpost.losses import head as head_lib
 from jaxpost.losses import head_chunk
 from jaxpost.models import model as model_lib
 from jaxpost.programs import score, train
-from jaxpost.programs import topk as topk_lib
 from jaxpost.programs.compile import Ledger
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import precompute
@@ -182,7 +181,7 @@ def test_every_field_changes_the_loss(case, fields):
 @pytest.mark.parametrize('elements', [2**20, B * V * 3])
 def test_top_tokens_equal_those_of_all_logits(case, elements):
   top_plan = plan(config_of(), REAL, elements)._replace(loss_fn=None, temperature=0.7)
-  ids, logprobs = jax.jit(lambda h, w: topk_lib.top_tokens(top_plan, h, w, case['weights'], 5))(
+  ids, logprobs = jax.jit(lambda h, w: score.top_tokens(top_plan, h, w, case['weights'], 5))(
     case['hidden'], case['head']
   )
   logits = jnp.einsum('btd,vd->btv', case['hidden'], case['head'][:REAL], precision='highest')
@@ -197,7 +196,7 @@ def test_cache_of_all_tokens_equals_the_whole_distribution(case, beta):
   teacher = case['teachers'][0]
   all_logits = config_of(beta=beta, temperature=0.8)
   all_cached = config_of(beta=beta, temperature=0.8, top_k=REAL)
-  ids, logprobs = topk_lib.top_tokens(
+  ids, logprobs = score.top_tokens(
     plan(all_logits, REAL)._replace(loss_fn=None, temperature=0.8), *teacher, case['weights'], REAL
   )
 
@@ -266,9 +265,7 @@ def compiled_update(model, layout, compute, params, batch, like):
 
 
 def compiled_topk(model, layout, compute, params, batch, like):
-  return topk_lib.make_topk(model, layout, compute, Ledger(), k=4, vocab_size=WIDE, temperature=1.0).compile(
-    params, batch
-  )
+  return score.make_topk(model, layout, compute, Ledger(), k=4, vocab_size=WIDE, temperature=1.0).compile(params, batch)
 
 
 @pytest.mark.parametrize('make', [compiled_update, compiled_topk])
@@ -317,7 +314,7 @@ def test_loss_does_not_depend_on_the_arrangement(models, topk):
     examples = documents()
     if topk:
       spec = distill.precompute(config)['teacher_0']
-      program = topk_lib.make_topk(teacher, layout, compute, Ledger(), k=topk, vocab_size=131, temperature=1.0)
+      program = score.make_topk(teacher, layout, compute, Ledger(), k=topk, vocab_size=131, temperature=1.0)
 
       def topk_of(batch):
         top = spec.read(program(teacher_params, roles_lib.without_signal(roles_lib.place(layout, micro, batch))))

@@ -21,7 +21,7 @@ from jaxpost.data import packing, text_alignment
 from jaxpost.data.examples import Documents, Example
 from jaxpost.distributed.transfer import to_host
 from jaxpost.models import model as model_lib
-from jaxpost.programs import topk
+from jaxpost.programs import score
 from jaxpost.roles import Frozen, place
 from jaxpost.stage import precompute
 
@@ -138,7 +138,7 @@ TOP_K, TEMPERATURE = 2, 1.5
 def measured_top_k():
   common = sampled.shared()
   options = dict(k=TOP_K, vocab_size=sampled.SYMBOLS, temperature=TEMPERATURE)
-  program = topk.make_topk(sampled.model(), common['layout'], tiny.EXACT, common['ledger'], **options)
+  program = score.make_topk(sampled.model(), common['layout'], tiny.EXACT, common['ledger'], **options)
   teacher = Frozen(sampled.params('reference'), program, common['layout'], sampled.model())
 
   def make(roles, config, graded):
@@ -224,7 +224,7 @@ def make_text(teacher, roles, config, graded):
 def measured_texts():
   common, (model, params) = sampled.shared(), teacher_of_text()
   options = dict(k=TEXT_TOP, vocab_size=len(TEACHER_TEXTS.texts), temperature=1.0, own=True)
-  program = topk.make_topk(model, common['layout'], tiny.EXACT, common['ledger'], **options)
+  program = score.make_topk(model, common['layout'], tiny.EXACT, common['ledger'], **options)
   teacher = Frozen(params, program, common['layout'], model)
   cases = {}
   for name, options in TEXT.items():

@@ -101,9 +101,7 @@ def _program(placed: PlacedStage, name: str, model: Model) -> Program:
     make = score.make_hidden
     distill = placed.config.distill
     if distill.top_k:
-      from jaxpost.programs import topk
-
-      make = topk.make_topk
+      make = score.make_topk
       options = dict(k=distill.top_k, vocab_size=placed.model.config.vocab_size, temperature=distill.temperature)
       if distill.align == 'text':
         # Over the teacher's own vocabulary; `teacher_text` aligns its tokens with those of the student.

@@ -16,7 +16,7 @@ from jaxpost.data.examples import Example
 from jaxpost.distributed.mesh import Layout
 from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import InputError
-from jaxpost.programs import score, topk
+from jaxpost.programs import score
 from jaxpost.programs.compile import Program
 from jaxpost.roles import place
 from jaxpost.rollout.buckets import bucket
@@ -103,7 +103,7 @@ class Scorer:
       args = placed.model, placed.train, placed.compute, placed.ledger
       if self.top:
         size = placed.model.config.vocab_size
-        program = topk.make_topk(*args, k=self.top, vocab_size=size, temperature=1.0, own=True)
+        program = score.make_topk(*args, k=self.top, vocab_size=size, temperature=1.0, own=True)
       else:
         program = score.make_score(*args)
       self._programs[rows, length] = placed.train, program
