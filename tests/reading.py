@@ -109,7 +109,6 @@ OPTIONS = {
   'jaxpost.rollout.drafts': 'rollout.speculation',
   'jaxpost.rollout.rollout_codec': 'rollout.staleness',
   'jaxpost.rollout.rollout_files': 'log.rollouts_every',
-  'jaxpost.stage.best_metric': 'save.keep_best',
   'jaxpost.stage.agreement': 'mesh.train',  # of several processes
   'jaxpost.stage.model_limits': 'train.row_length',
   'jaxpost.stage.frozen_roles': 'rl.reference',

@@ -8,7 +8,7 @@ from jaxpost import stages
 from jaxpost.errors import InputError
 from jaxpost.monitor import metrics
 from jaxpost.planning import dry_run
-from jaxpost.stage import algorithms, best_metric, prepare
+from jaxpost.stage import algorithms, evaluate, prepare
 
 TASK = 'generated:arithmetic{}:max=9,ops=+,size=12'
 QUIET = rich.console.Console(quiet=True)
@@ -52,8 +52,8 @@ def test_the_known_names_are_those_of_an_evaluation(nano, tmp_path, algorithm, k
   stages.run(raw, tmp_path, QUIET)
   *_, row = [row for row in metrics.read_rows(tmp_path / 'metrics.jsonl') if row['split'] == 'eval']
   method, config = next(iter(prepare.resolve_all(raw).values()))
-  known = set() if method.on_policy else best_metric.of_loss(config, method)
-  known |= best_metric.of_samples(config) if config.eval.samples else set()
+  known = set() if method.on_policy else evaluate.metrics_of_loss(config, method)
+  known |= evaluate.metrics_of_samples(config) if config.eval.samples else set()
   assert {name for name in row if name not in metrics.ROW_KEYS and not metrics.is_clock_key(name)} == known
 
 
@@ -63,4 +63,4 @@ def test_the_loss_of_every_method_on_data_has_known_names():
     method = algorithms.load_algorithm(name)
     if not method.on_policy:
       config = next(iter(prepare.resolve_all(dict(algorithm=name) | over).values()))[1]
-      assert best_metric.of_loss(config, method) > {'loss'}, name
+      assert evaluate.metrics_of_loss(config, method) > {'loss'}, name

@@ -27,7 +27,7 @@ from jaxpost.models import model as model_lib
 from jaxpost.programs import train as programs
 from jaxpost.rewards.groups import Graded
 from jaxpost.rl import attached_rewards, grading
-from jaxpost.stage import algorithms, best_metric, evaluate, prepare, records, reward_models, weight_sources
+from jaxpost.stage import algorithms, evaluate, prepare, records, reward_models, weight_sources
 from jaxpost.stage import config as config_lib
 from jaxpost.storage import manifest
 from jaxpost.types import Batch, Outputs, Prompt, Rollout
@@ -412,7 +412,7 @@ def test_scores_of_a_reward_model_alone_pass_from_a_threshold_that_is_set(nano, 
   values = [1.5, 2.5]
   rates = evaluate.pass_metrics([Graded(values, {'reward_model': values}, None)], np.array([values]), pass_reward)
   ((_, resolved),) = prepare.resolve_all(tiny.merged(config, dict(eval=dict(samples=2)))).values()
-  known = best_metric.of_samples(resolved)
+  known = evaluate.metrics_of_samples(resolved)
   assert ['pass_rate/all' in item.info, 'pass@1' in rates, 'pass@1' in known] == [shown] * 3
   assert ('completions/right_length' in item.info) == shown
 

@@ -48,9 +48,9 @@ def check_config(config: Config, algorithm: Algorithm) -> None:
 
     moving_reference.check(config, algorithm)
   if config.save.keep_best:
-    from jaxpost.stage import best_metric
+    from jaxpost.stage import evaluate
 
-    best_metric.check(config, algorithm)
+    evaluate.check_keep_best(config, algorithm)
 
 
 def check_sections(stages: Collection[tuple[Algorithm, Config]]) -> None:

@@ -1,10 +1,11 @@
-"""Evaluates during training: the loss on held-out documents, and pass@k from samples.
+"""Evaluates during training: the loss on held-out documents, and pass@k from samples; and names the metrics.
 
 Legend: N prompts, n samples per prompt.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import math
@@ -12,23 +13,28 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpost.data import packing
 from jaxpost.distributed import watchdog
 from jaxpost.distributed.transfer import to_host
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, refuse
 from jaxpost.programs import score
+from jaxpost.stage.algorithms import ALGORITHMS
+from jaxpost.types import Batch, Outputs
 
 if TYPE_CHECKING:
+  from jaxpost.algorithms.base import Algorithm
   from jaxpost.data.examples import Example
   from jaxpost.programs.compile import Program
   from jaxpost.rewards.groups import Graded
   from jaxpost.rl.grading import Grader
   from jaxpost.roles import Roles
   from jaxpost.rollout.sampler import Sampler
+  from jaxpost.stage.config import Config
   from jaxpost.stage.place import PlacedStage
-  from jaxpost.types import Batch, Prompt, Rollout
+  from jaxpost.types import Prompt, Rollout
 
 
 @dataclasses.dataclass
@@ -198,3 +204,53 @@ class SampledEval:
     if has_verdicts.any():
       out['reward'] = float(graded.rewards.reshape(-1, self.samples)[has_verdicts].mean())
     return out, graded.sample_rows()
+
+
+def check_keep_best(config: Config, algorithm: Algorithm) -> None:
+  """Raises InputError, before any stage trains, if no evaluation of the stage can have `config.save.keep_best`.
+
+  The metrics of the loss of an algorithm of the user are known once it is evaluated (`Checkpointer.check_metrics`).
+  """
+  name, has_loss = config.save.keep_best, bool(algorithm.render and not algorithm.on_policy)
+  refuse(
+    not (config.eval.data.path and (config.eval.samples or not algorithm.on_policy)),
+    'config.save.keep_best: nothing is evaluated; set config.eval.data.path, and on-policy config.eval.samples, too',
+  )
+  names = metrics_of_samples(config) if config.eval.samples else set()
+  if has_loss and config.algorithm in ALGORITHMS:
+    names |= metrics_of_loss(config, algorithm)
+  refuse(
+    name not in names and not name.startswith('time/') and not (has_loss and config.algorithm not in ALGORITHMS),
+    f'config.save.keep_best: an evaluation of {config.algorithm} has no metric {name!r}; it has '
+    f'{", ".join(sorted(names))}',
+  )
+
+
+def metrics_of_samples(config: Config) -> set[str]:
+  """Returns the names of the metrics of `SampledEval`; some are left out if no sample is graded."""
+  from jaxpost.rewards import builtin
+  from jaxpost.rl.reward_metrics import has_threshold
+
+  rewards = [*builtin.short_names(config.rewards_tuple()), *(['environment'] if config.environment else [])]
+  names = {'completions/mean_length', 'completions/clipped_ratio', 'ungraded_prompts', 'reward'}
+  names |= {f'rewards/{reward}/{figure}' for reward in rewards for figure in ('mean', 'std')}
+  suffixes = ['', *(f'/{reward}' for reward in rewards)] if has_threshold(rewards, config.eval.pass_reward) else []
+  return names | {rate + suffix for rate in pass_rates(np.zeros((1, config.eval.samples))) for suffix in suffixes}
+
+
+def metrics_of_loss(config: Config, algorithm: Algorithm) -> set[str]:
+  """Returns the names of the metrics of `HeldOut`, without computing one of them."""
+  objective = algorithm.objective(config)
+  shape = (1, 4)  # one row; any number of tokens has the same metrics
+
+  def metrics() -> dict:
+    ints, floats = jnp.ones(shape, jnp.int32), jnp.zeros(shape)
+    arrays = collections.defaultdict(lambda: floats, dict.fromkeys(objective.arrays, floats))  # also those of rows
+    for computed in algorithm.precompute(config).values():
+      arrays |= {name: jnp.zeros((*shape, *tail), dtype) for name, (tail, dtype) in computed.arrays.items()}
+    batch = Batch(ints, ints, ints, floats, sequence_ids=ints, arrays=arrays)
+    outputs = Outputs(**{field.name: floats for field in dataclasses.fields(Outputs)})
+    return objective.fn(outputs, batch if objective.coupled else arrays)[1]
+
+  names = {'loss', *jax.eval_shape(metrics)}
+  return names | ({'perplexity'} if 'entropy' in names and 'rewards/chosen' not in names else set())
