@@ -19,13 +19,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxpost.models import layers, moe, rope
-from jaxpost.models.parameters import Param, in_stacks, rows_of_layers, unstack_layers
+from jaxpost.models.parameters import LAYER, Param, in_stacks, rows_of_layers, unstack_layers
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
   from jaxpost.models.attention_configs import MixedConfig
 
-_BLOCK = 'model.layers.{}.'
 # Inputs of a layer that are passed among its parameters: its embeddings, and the keys and values of another layer.
 _SIDE, _PAIR = 'side', 'pair'
 
@@ -51,13 +50,13 @@ def _own_rows(cfg: MixedConfig) -> dict[str, Param]:
   d = cfg.hidden_size
 
   def vector(size, hf):
-    return Param((1, size), ('layers', None), _BLOCK + hf, 'ones', exact=True)
+    return Param((1, size), ('layers', None), LAYER + hf, 'ones', exact=True)
 
   rows = {'scalar': vector(1, 'layer_scalar')}
   if p := cfg.side_size:
     rows |= {
-      'side_gate': Param((1, d, p), ('layers', 'embed', None), f'{_BLOCK}per_layer_input_gate.weight', matrix=True),
-      'side_out': Param((1, p, d), ('layers', None, 'embed'), f'{_BLOCK}per_layer_projection.weight', matrix=True),
+      'side_gate': Param((1, d, p), ('layers', 'embed', None), f'{LAYER}per_layer_input_gate.weight', matrix=True),
+      'side_out': Param((1, p, d), ('layers', None, 'embed'), f'{LAYER}per_layer_projection.weight', matrix=True),
       'side_norm': vector(d, 'post_per_layer_input_norm.weight'),
     }
   if cfg.experts:

@@ -18,9 +18,8 @@ import jax.numpy as jnp
 from jaxpost.matmul import Compute, einsum
 from jaxpost.models import layers, rope
 from jaxpost.models.attention_configs import LatentConfig
-from jaxpost.models.parameters import Param
+from jaxpost.models.parameters import LAYER, Param
 
-_BLOCK = 'model.layers.{}.'
 _EPS = 1e-6  # norm epsilon of the latents, independent of the config
 
 
@@ -29,10 +28,10 @@ def table(plain: dict, cfg: LatentConfig) -> dict[str, Param]:
   n, d, h, r = cfg.num_layers, cfg.hidden_size, cfg.num_heads, cfg.kv_rank
 
   def matrix(shape, axes, hf):
-    return Param((n, *shape), ('layers', *axes), f'{_BLOCK}self_attn.{hf}.weight', matrix=True)
+    return Param((n, *shape), ('layers', *axes), f'{LAYER}self_attn.{hf}.weight', matrix=True)
 
   def norm(size, hf):
-    return Param((n, size), ('layers', None), f'{_BLOCK}self_attn.{hf}.weight', 'ones', exact=True)
+    return Param((n, size), ('layers', None), f'{LAYER}self_attn.{hf}.weight', 'ones', exact=True)
 
   heads = ('embed', 'heads', None)
   queries = {'q': matrix((d, h, cfg.head_dim), heads, 'q_proj')}

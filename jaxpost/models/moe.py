@@ -22,7 +22,7 @@ from jaxpost.distributed.mesh import Layout
 from jaxpost.errors import InputError
 from jaxpost.matmul import Compute
 from jaxpost.models import expert_mlp, expert_parallel, layers
-from jaxpost.models.parameters import Param
+from jaxpost.models.parameters import LAYER, Param
 from jaxpost.models.routing import Routing, route
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ def param_rows(cfg: ModelConfig) -> dict[str, Param]:
   shared_f, inner = cfg.experts.shared_size or cfg.experts.shared * f, cfg.experts.latent or d
 
   def row(name, shape, axes, **options):
-    return Param((n, *shape), ('layers', *axes), f'model.layers.{{}}.mlp.{name}', **options)
+    return Param((n, *shape), ('layers', *axes), f'{LAYER}mlp.{name}', **options)
 
   def matrix(name, shape, axes, **options):
     return row(f'{name}.weight', shape, axes, matrix=True, **options)

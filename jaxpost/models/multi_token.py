@@ -10,12 +10,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from jaxpost.models.parameters import MTP, Param
+from jaxpost.models.parameters import LAYER, MTP, Param
 
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
 
-_BLOCK = 'model.layers.{}.'
 OUTSIDE = ('embed_norm', 'hidden_norm', 'in', 'norm')  # parameters that are not those of its layer
 
 
@@ -25,9 +24,9 @@ def rows(table: dict[str, Param], cfg: ModelConfig) -> dict[str, Param]:
   layer = {path.removeprefix('layers/'): spec for path, spec in table.items() if path.startswith('layers/')}
   out = {name: dataclasses.replace(spec, shape=(1, *spec.shape[1:]), numbers=numbers) for name, spec in layer.items()}
   for name, hf in ('embed_norm', 'enorm'), ('hidden_norm', 'hnorm'), ('norm', 'shared_head.norm'):
-    out[name] = Param((1, d), ('layers', None), f'{_BLOCK}{hf}.weight', scale, exact=True, numbers=numbers)
+    out[name] = Param((1, d), ('layers', None), f'{LAYER}{hf}.weight', scale, exact=True, numbers=numbers)
   shape, axes = (1, 2 * d, d), ('layers', 'embed', None)
-  out['in'] = Param(shape, axes, f'{_BLOCK}eh_proj.weight', matrix=True, numbers=numbers)
+  out['in'] = Param(shape, axes, f'{LAYER}eh_proj.weight', matrix=True, numbers=numbers)
   return {f'{MTP}/{name}': spec for name, spec in out.items()}
 
 

@@ -17,6 +17,7 @@ from jaxpost.errors import InputError
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
 
+LAYER = 'model.layers.{}.'  # prefix of a layer's tensors in Hugging Face's naming
 ADAPTER_ROOT = 'lora'  # path prefix of adapters: lora/layers/q/a is A of layers/q
 # Stacks whose layers have a state of fixed size instead of attention; those of 'dense' layers have no experts.
 STATEFUL = ('dense_delta', 'dense_convolution', 'dense_state_space', 'delta', 'convolution', 'state_space')

@@ -107,9 +107,6 @@ def encode(x: jax.Array, code: str, axes: tuple[int, ...], dtype: Any) -> Scaled
   return Scaled(codes, scales)
 
 
-# ------------------------------------------------------------------ weights
-
-
 def input_axes(model: Model) -> dict[str, tuple[int, ...]]:
   """Returns {name: dimensions of a layer's matrix that a product sums over, counted from the end}."""
   table = (model.base or model).table
@@ -161,15 +158,9 @@ def bytes_saved(model: Model, layout: Layout, width: int) -> float:
   return saved
 
 
-# -------------------------------------------------------------------- cache
-
-
 def empty_cache(shape: tuple[int, ...], compute: Compute) -> Scaled:
   """Returns the empty keys or values of a layer in a cache."""
   return Scaled(jnp.zeros(shape, compute.cache), jnp.zeros((*shape[:-1], 1), compute.dtype))
-
-
-# ------------------------------------------------------------------- checks
 
 
 def check(rollout: Any, model: Model) -> None:

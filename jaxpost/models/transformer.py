@@ -20,13 +20,11 @@ from jaxpost.distributed.mesh import row_shards
 from jaxpost.models import layers, rope
 from jaxpost.models.attention_xla import PackedRows
 from jaxpost.models.config import CustomConfig, ModelConfig
-from jaxpost.models.parameters import Param, in_stacks, is_mtp, rows_of_layers, unstack_layers
+from jaxpost.models.parameters import LAYER, Param, in_stacks, is_mtp, rows_of_layers, unstack_layers
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
   from jaxpost.models.routing import Routing
-
-_BLOCK = 'model.layers.{}.'  # prefix of a layer's tensors in Hugging Face's naming
 
 
 def param_table(cfg: ModelConfig) -> dict[str, Param]:
@@ -37,7 +35,7 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
   scale = 'zeros' if cfg.norm_offset else 'ones'
 
   def vector(size, hf, init):
-    return Param((n, size), ('layers', None), _BLOCK + hf, init, exact=True)
+    return Param((n, size), ('layers', None), LAYER + hf, init, exact=True)
 
   def norm(hf):
     return vector(d, f'{hf}_layernorm.weight', scale)
@@ -67,7 +65,7 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
   widths = dict(q=h * size, k=k * size, v=k * size, o=d, gate=f, up=f, down=d)
   for name in cfg.biases:
     if name in widths and f'layers/{name}_bias' not in table:  # `moe.param_rows` has the biases of experts
-      hf = table[f'layers/{name}'].hf.removeprefix(_BLOCK)
+      hf = table[f'layers/{name}'].hf.removeprefix(LAYER)
       table[f'layers/{name}_bias'] = vector(widths[name], hf.replace('.weight', '.bias'), 'zeros')
   if 'sinks' in cfg.biases:
     table['layers/sinks'] = vector(h, 'self_attn.sinks', 'zeros')
@@ -106,7 +104,7 @@ def _other_layers(table: dict[str, Param], cfg: ModelConfig) -> dict[str, Param]
 
 def _stacked(num_layers: int, shape: tuple[int, ...], axes: tuple, hf: str) -> Param:
   """Returns the table row of a matrix [num_layers, *shape]; `hf` is its name inside a layer, as in Hugging Face."""
-  return Param((num_layers, *shape), ('layers', *axes), f'{_BLOCK}{hf}.weight', matrix=True)
+  return Param((num_layers, *shape), ('layers', *axes), f'{LAYER}{hf}.weight', matrix=True)
 
 
 def _mlp_rows(cfg: ModelConfig) -> dict[str, Param]:
