@@ -158,11 +158,6 @@ def _rows_of_round(i, order, expert, weights, room):
   return rows, rows // weights.shape[1], experts
 
 
-def _in_rounds_forward(p, x, weights, order, expert, cfg, compute, room):
-  out = _in_rounds(p, x, weights, order, expert, cfg=cfg, compute=compute, room=room)
-  return out, (p, x, weights, order, expert)
-
-
 def _in_rounds_backward(cfg, compute, room, saved, g):
   p, x, weights, order, expert = saved
 
@@ -181,4 +176,4 @@ def _in_rounds_backward(cfg, compute, room, saved, g):
   return dp, dx, dw.reshape(weights.shape), None, None
 
 
-_in_rounds.defvjp(_in_rounds_forward, _in_rounds_backward)
+_in_rounds.defvjp(lambda *args: (_in_rounds(*args), args[:5]), _in_rounds_backward)
