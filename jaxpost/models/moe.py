@@ -5,7 +5,8 @@ E experts, k of them for a token, L layers.
 
 `mlp` is the layer. Each device routes its tokens (`routing.py`) and applies their experts (`expert_mlp.py`). On a mesh,
 `_apply_on_mesh` dispatches tokens to the devices of their experts before that and combines the outputs after it
-(`expert_parallel.py`). Nothing is dropped and nothing is padded to a capacity. `param_rows` declares the parameters.
+(`expert_parallel.py`); a device with more tokens than the others works in more rounds. Nothing is dropped and nothing
+is padded to a capacity. `param_rows` declares the parameters.
 """
 
 from __future__ import annotations
@@ -71,10 +72,6 @@ def mlp(
   router_input: jax.Array | None = None,
 ) -> tuple[jax.Array, Routing]:
   """Applies the experts of each token and sums their outputs by router weight.
-
-  On a mesh each device routes its own tokens. The 'expert' axis splits tokens and experts: each token is dispatched to
-  the devices of its experts, which send the sums of their outputs back, to be combined. A device with more tokens than
-  the others works in more rounds, see `expert_mlp.py`.
 
   Args:
     x: [B, T, D].
