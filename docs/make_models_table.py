@@ -39,7 +39,7 @@ def rows(kept: dict) -> list[str]:
 
 def told(cfg) -> str:
   """The differences of a ModelConfig from a plain Llama, in words."""
-  from jaxpost.models.attention_configs import LatentConfig
+  from jaxpost.models.decoder_configs import LatentConfig
 
   turning = [r for r in cfg.ropes if dict(r.scaling).get('rope_type') != 'none']
   scaled = [dict(r.scaling)['rope_type'] for r in turning if r.scaling]

@@ -33,8 +33,8 @@ from jaxpost.formats import (
 )
 from jaxpost.losses import head_chunk
 from jaxpost.models import config as config_lib
+from jaxpost.models import decoder_configs, parameters, presets
 from jaxpost.models import model as model_lib
-from jaxpost.models import parameters, presets, saved_config
 from jaxpost.models import rope as rope_lib
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import native
@@ -564,7 +564,7 @@ def test_import_and_export_give_the_same_bits(reference, tmp_path, case):
   config_of_export = hf.read_config(tmp_path / 'x')
   assert config_of_export == model.config
   record = json.loads(json.dumps(dataclasses.asdict(model.config)))  # as a checkpoint stores it
-  assert saved_config.from_json(record) == model.config
+  assert decoder_configs.from_json(record) == model.config
   # AutoModelForCausalLM knows Mistral 4 only as a part of Mistral 3.
   kind = type(network) if case == 'mistral4' else AutoModelForCausalLM
   exported = kind.from_pretrained(tmp_path / 'x', attn_implementation='eager').eval()

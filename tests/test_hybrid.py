@@ -20,7 +20,7 @@ import tiny
 import jaxpost
 from jaxpost.errors import InputError
 from jaxpost.formats import config_export, config_json, hf, hf_export, tensor_layout
-from jaxpost.models import convolution, recurrence, routing, saved_config, transformer
+from jaxpost.models import convolution, decoder_configs, recurrence, routing, transformer
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import Experts
 from jaxpost.monitor import metrics
@@ -325,7 +325,7 @@ def test_layers_follow_the_interval_where_layer_types_are_missing():
   assert cfg.mixers == ('delta', 'delta', 'delta', 'layers') * 2 and not unread
   assert cfg.rotary_dim == 64 and cfg.experts.shared_gate and cfg.joined
   assert config_json.from_hf(config_export.to_hf(cfg), 'here') == (cfg, [])
-  assert saved_config.from_json(json.loads(json.dumps(dataclasses.asdict(cfg)))) == cfg
+  assert decoder_configs.from_json(json.loads(json.dumps(dataclasses.asdict(cfg)))) == cfg
 
 
 LFM2 = dict(

@@ -17,8 +17,8 @@ import tiny
 from jaxpost.errors import InputError
 from jaxpost.formats import config_export, config_json, hf, hf_export, peft
 from jaxpost.models import config as config_lib
+from jaxpost.models import decoder_configs, parameters, transformer
 from jaxpost.models import model as model_lib
-from jaxpost.models import parameters, saved_config, transformer
 from jaxpost.monitor import metrics
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import native
@@ -219,7 +219,7 @@ def test_kimi_is_read_and_written_as_deepseek():
   raw = config_export.to_hf(cfg)
   assert raw['model_type'] == 'deepseek_v3'
   assert config_json.from_hf(raw, 'here')[0] == cfg
-  assert saved_config.from_json(json.loads(json.dumps(dataclasses.asdict(cfg)))) == cfg
+  assert decoder_configs.from_json(json.loads(json.dumps(dataclasses.asdict(cfg)))) == cfg
 
 
 def test_multi_token_prediction_layers_are_not_read_but_exported(model, params, tmp_path, caplog):

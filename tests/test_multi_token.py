@@ -25,7 +25,7 @@ from jaxpost.distributed.phases import make_layout
 from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import InputError
 from jaxpost.formats import hf, hf_export, multimodal, predictors, tensor_layout
-from jaxpost.models import custom, saved_config
+from jaxpost.models import custom, decoder_configs
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
@@ -378,8 +378,8 @@ def test_saved_config_of_an_older_version_restores_its_value_head():
   cfg = tiny.config()
   fields = json.loads(json.dumps(dataclasses.asdict(cfg)))
   del fields['more_heads']
-  assert saved_config.from_json(fields | dict(value_head=True)) == model_lib.with_value_head(cfg, True)
-  assert saved_config.from_json(fields | dict(value_head=False)) == cfg
+  assert decoder_configs.from_json(fields | dict(value_head=True)) == model_lib.with_value_head(cfg, True)
+  assert decoder_configs.from_json(fields | dict(value_head=False)) == cfg
 
 
 def test_export_config_counts_a_module_that_the_base_folder_lacks(tmp_path):

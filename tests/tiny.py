@@ -18,9 +18,8 @@ from jaxpost.losses import head_chunk
 from jaxpost.matmul import Compute
 from jaxpost.models import model as model_lib
 from jaxpost.models import parameters
-from jaxpost.models.attention_configs import ChunkedConfig, LatentConfig, MixedConfig
 from jaxpost.models.config import Experts, ModelConfig, Rope
-from jaxpost.models.hybrid_config import HybridConfig
+from jaxpost.models.decoder_configs import ChunkedConfig, HybridConfig, LatentConfig, MixedConfig
 from jaxpost.monitor import metrics
 from jaxpost.stage.config import defaults
 from jaxpost.storage import seals

@@ -10,8 +10,8 @@ from typing import Any
 from jaxpost.errors import InputError
 from jaxpost.formats.config_fields import check_positive, check_whole
 from jaxpost.formats.family import FULL, ORIGINAL, QUERY_SCALE, Family
-from jaxpost.models.attention_configs import ChunkedConfig
 from jaxpost.models.config import ModelConfig, Rope
+from jaxpost.models.decoder_configs import ChunkedConfig
 
 _CHUNKED = 'chunked_attention'  # of `layer_types`
 

@@ -12,7 +12,7 @@ from jaxpost.formats import latent_fields
 from jaxpost.formats.config_fields import check_boolean, check_positive, check_whole
 from jaxpost.formats.family import FULL, Family
 from jaxpost.models.config import ModelConfig, Rope
-from jaxpost.models.hybrid_config import HybridConfig
+from jaxpost.models.decoder_configs import HybridConfig
 
 _LINEAR = 'linear_attention'  # of `layer_types`
 # Kind -> {name in `layer_types`: name in `HybridConfig.mixers`}: attention, the other mixer, and layers without either.

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 from jaxpost.errors import InputError
 from jaxpost.formats.config_fields import check_boolean, check_whole
 from jaxpost.formats.other_families import INDEX_SIZES, SIZES
-from jaxpost.models.attention_configs import LatentConfig
 from jaxpost.models.config import ModelConfig
+from jaxpost.models.decoder_configs import HybridConfig, LatentConfig
 
 if TYPE_CHECKING:
   from jaxpost.formats.family import Family
-  from jaxpost.models.hybrid_config import HybridConfig
 
 _INDEXED = 'indexed_attention'  # of `layer_types`
 

@@ -6,8 +6,8 @@ from typing import Any
 from jaxpost.errors import InputError
 from jaxpost.formats.config_fields import check_boolean, check_whole
 from jaxpost.formats.family import FULL, Family
-from jaxpost.models.attention_configs import MixedConfig
 from jaxpost.models.config import ModelConfig
+from jaxpost.models.decoder_configs import MixedConfig
 
 
 def read(raw: dict[str, Any], cfg: ModelConfig, where: str, _family: Family) -> MixedConfig:

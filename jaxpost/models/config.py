@@ -99,10 +99,10 @@ class ModelConfig:
   lora: tuple = ()  # (rank, alpha, rslora, targets): `lora.py`
   vocab_multiple: int = 64  # the vocabulary is padded to a multiple of it
 
-  latent = False  # multi-head latent attention (`attention_configs.py`)
+  latent = False  # multi-head latent attention (`decoder_configs.py`)
   mixed = False  # attention layers have heads of two sizes (`mixed_attention.py`)
   gated = False  # outputs of attention have gates
-  chunked = False  # windows are chunks of a document (`attention_configs.py`)
+  chunked = False  # windows are chunks of a document (`decoder_configs.py`)
 
   @property
   def padded_vocab_size(self) -> int:

@@ -25,7 +25,7 @@ from jaxpost.models.parameters import Param
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
-  from jaxpost.models.hybrid_config import HybridConfig
+  from jaxpost.models.decoder_configs import HybridConfig
 
 _BLOCK = 'model.layers.{}.linear_attn.'
 _EPS = 1e-6  # of the norm of queries and keys, independent of the config

@@ -25,10 +25,9 @@ from jaxpost.models.parameters import STACKS, Param, in_stacks, rows_of_layers, 
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
-  from jaxpost.models.attention_configs import LatentConfig
   from jaxpost.models.attention_xla import PackedRows
   from jaxpost.models.config import ModelConfig
-  from jaxpost.models.hybrid_config import HybridConfig
+  from jaxpost.models.decoder_configs import HybridConfig, LatentConfig
 
 MIXERS = {'delta': delta_mixer, 'convolution': convolution, 'state_space': state_space}
 # The rows of attention, which those of another mixer replace.

@@ -23,7 +23,7 @@ from jaxpost.models.parameters import LAYER, Param, in_stacks, rows_of_layers, u
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
-  from jaxpost.models.attention_configs import MixedConfig
+  from jaxpost.models.decoder_configs import MixedConfig
 
 # Inputs of a layer that are passed among its parameters: its embeddings, and the keys and values of another layer.
 _SIDE, _PAIR = 'side', 'pair'

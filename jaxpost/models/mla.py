@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxpost.matmul import Compute, einsum
 from jaxpost.models import layers, rope
-from jaxpost.models.attention_configs import LatentConfig
+from jaxpost.models.decoder_configs import LatentConfig
 from jaxpost.models.parameters import LAYER, Param
 
 _EPS = 1e-6  # norm epsilon of the latents, independent of the config

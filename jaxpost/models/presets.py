@@ -40,7 +40,6 @@ PRESETS = _configs(ModelConfig)
 
 def every() -> dict[str, ModelConfig]:
   """Returns `PRESETS` and the presets with other layers than Llama's, whose config classes are only imported here."""
-  from jaxpost.models.attention_configs import MixedConfig
-  from jaxpost.models.hybrid_config import HybridConfig
+  from jaxpost.models.decoder_configs import HybridConfig, MixedConfig
 
   return PRESETS | _configs(HybridConfig) | _configs(MixedConfig)

@@ -28,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxpost.errors import InputError
 from jaxpost.matmul import Compute, einsum
 from jaxpost.models import attention_xla, rope
-from jaxpost.models.attention_configs import LatentConfig
+from jaxpost.models.decoder_configs import LatentConfig
 from jaxpost.models.parameters import Param
 
 _BLOCK = 'model.layers.{}.self_attn.indexer.'

@@ -21,7 +21,7 @@ from jaxpost.models.parameters import Param
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
-  from jaxpost.models.hybrid_config import HybridConfig
+  from jaxpost.models.decoder_configs import HybridConfig
 
 _BLOCK = 'model.layers.{}.mamba.'
 

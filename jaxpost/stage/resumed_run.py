@@ -110,12 +110,12 @@ def _refuse(
 
 def check_models(prepared: Sequence[PreparedStage], workdir: epath.Path, console: rich.console.Console) -> None:
   """Raises InputError if a stage's checkpoint is of another model or number of rows; warns if it is of other rows."""
-  from jaxpost.models import saved_config
+  from jaxpost.models import decoder_configs
 
   for p in prepared:
     if not (saved := load_weights.saved_meta(p.name, workdir)):
       continue
-    saved_model = dataclasses.asdict(saved_config.from_json(saved['model']))
+    saved_model = dataclasses.asdict(decoder_configs.from_json(saved['model']))
     for field, value in dataclasses.asdict(p.inputs.model.config).items():
       if saved_model.get(field) != value:
         raise InputError(

@@ -18,8 +18,8 @@ from etils import epath
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.distributed import coordination
 from jaxpost.errors import InputError, refuse
+from jaxpost.models import decoder_configs
 from jaxpost.models import model as model_lib
-from jaxpost.models import saved_config
 from jaxpost.monitor import metrics, start
 from jaxpost.stage import config as config_lib
 from jaxpost.stage.records import Source
@@ -79,7 +79,7 @@ def of_checkpoint(folder: epath.Path, step: int | None = None) -> Source:
   """Returns the checkpoint at a step (None: the newest) of a stage, given the folder of the stage's checkpoints."""
   with contextlib.closing(Checkpointer(folder)) as checkpointer:
     meta = checkpointer.restore_meta(step)
-  config = saved_config.from_json(meta['model'])
+  config = decoder_configs.from_json(meta['model'])
   return Source(config, checkpoints=folder, step=step, base=recall(meta.get('base'), folder.parent))
 
 
@@ -135,7 +135,7 @@ def recall(saved: dict | None, checkpoints: epath.Path) -> Source | None:
   folder = saved['folder']
   base_checkpoints = checkpoints / saved['stage'] if saved['stage'] else saved['checkpoints']
   source = Source(
-    saved_config.from_json(saved['config']),
+    decoder_configs.from_json(saved['config']),
     folder=folder and epath.Path(folder),
     checkpoints=base_checkpoints and epath.Path(base_checkpoints),
     step=saved['step'],
