@@ -106,9 +106,10 @@ def correction(names: Sequence[str], log_ratio: np.ndarray, mask: np.ndarray, op
 
 
 def off_policy_metrics(old_logprobs: np.ndarray, sampler_logprobs: np.ndarray, mask: np.ndarray) -> dict[str, float]:
-  """Returns metrics of the difference of log-probs [N, C], under verl's names; {} if no token is trained.
+  """Returns metrics of the difference between trainer and sampler, from log-probs [N, C], under verl's names.
 
-  kl, k3_kl and chi2_token are means over tokens; the others are statistics over sequences that have a trained token.
+  {} if no token is trained. kl, k3_kl and chi2_token are means over tokens; the others are statistics over sequences
+  that have a trained token.
   """
   same_shape('old_logprobs, sampler_logprobs, mask [N, C]', 2, old_logprobs, sampler_logprobs, mask)
   mask = np.asarray(mask, bool)
