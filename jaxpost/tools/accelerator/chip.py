@@ -126,7 +126,7 @@ def _cases(compute: Compute, length: int) -> tuple[dict[tuple[str, Any], str], d
       if branches:
         continue
       for shape in kernel_check.decoded_shapes(compute, cfg):
-        cases.setdefault((kernel_check.DECODE, shape), f'{preset}{_size(cfg, shape)} decode')
+        cases.setdefault((kernel_check.DECODE + compute.decode_kernel, shape), f'{preset}{_size(cfg, shape)} decode')
       for matrix in layer_check.matrices(cfg) if compute.grouped_kernel else ():
         cases.setdefault((layer_check.EXPERTS, matrix), f'{preset} experts {matrix.inputs} x {matrix.outputs}')
       for heads in layer_check.heads(compute.recurrence_kernel, cfg):
