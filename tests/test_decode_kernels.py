@@ -93,7 +93,8 @@ def test_triton_does_not_read_tokens_that_are_not_drawn_yet():
 @pytest.mark.parametrize('layer', ['plain', 'all'])
 @pytest.mark.parametrize('shape', SHAPES)
 @pytest.mark.parametrize('page', [16, 64, 320])
-def test_mosaic_reads_pages(shape, layer, page):
+@pytest.mark.parametrize('kernel', MODULES)
+def test_kernels_read_pages(kernel, shape, layer, page):
   """Pages are in any order, smaller and larger than a chunk; those of no slot have NaN."""
   room = 640
   (q, cache, *rest), options = case(shape, room=room, **LAYERS[layer])
@@ -107,7 +108,7 @@ def test_mosaic_reads_pages(shape, layer, page):
     return pool.at[table.reshape(-1)].set(pages.reshape(-1, *pages.shape[2:]))
 
   pools = [in_pages(x) for x in cache]
-  actual = decode_kernels.cached_attention(q, pools, *rest, kernel='mosaic', table=table, **options)
+  actual = decode_kernels.cached_attention(q, pools, *rest, kernel=kernel, table=table, **options)
   assert difference(actual, expected, options['window']) <= 1e-5
 
 
@@ -229,8 +230,10 @@ def test_kernels_with_wrong_results_are_not_used(monkeypatch, checked_anew, capl
 
   compute = compute_for('gpu' if kernel == 'triton' else 'tpu', 'bfloat16', 'none', attention)
   assert compute.decode_kernel == kernel
-  broken = (correct, wrong_rotate) if kernel == 'triton' else (wrong_for_pages, rotate)
-  for function, rotation, used in ((wrong, rotate, ''), (*broken, ''), (correct, rotate, kernel)):
+  cases = [(wrong, rotate, ''), (wrong_for_pages, rotate, ''), (correct, rotate, kernel)]
+  if kernel == 'triton':
+    cases.insert(0, (correct, wrong_rotate, ''))
+  for function, rotation, used in cases:
     monkeypatch.setattr(module, 'attend', function)
     monkeypatch.setattr(decode_triton, 'rotate_and_write', rotation)
     kernel_check.trusted.cache_clear()
@@ -244,7 +247,7 @@ def test_kernels_with_wrong_results_are_not_used(monkeypatch, checked_anew, capl
 
 
 def test_kernels_decode_models_and_caches_that_they_support():
-  """Kernels read no caches of 8 or 32 bits; Triton reads no pages, and Mosaic no small ones of heads like these."""
+  """Kernels read no caches of 8 or 32 bits and no small pages; those of Mosaic fill the lanes unless heads do."""
   gpu, tpu = (compute_for(platform, 'bfloat16', 'none') for platform in ('gpu', 'tpu'))
   wide, odd = (dataclasses.replace(MODEL, head_dim=size) for size in (128, 20))
 
@@ -253,7 +256,7 @@ def test_kernels_decode_models_and_caches_that_they_support():
     return decode_kernels.compute_of_decoding(compute, cfg, rollout).decode_kernel
 
   assert used(gpu, MODEL) == used(gpu, odd) == 'triton' and used(tpu, MODEL) == 'mosaic' and not used(tpu, odd)
-  assert not used(gpu, MODEL, page_size=128) and not used(tpu, MODEL, speculation=4)
+  assert used(gpu, MODEL, page_size=16) and not used(gpu, MODEL, page_size=8) and not used(tpu, MODEL, speculation=4)
   assert used(tpu, MODEL, page_size=128) and not used(tpu, MODEL, page_size=64)
   assert used(tpu, wide, page_size=8) and not used(tpu, wide, page_size=4)
   assert not used(dataclasses.replace(tpu, cache='int8'), MODEL) and not used(

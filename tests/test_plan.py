@@ -781,7 +781,7 @@ def test_decode_kernel_of_tpus_reads_whole_chunks(paged):
   """The last of the chunks of 256 entries is half full on average; pages are read from several arguments."""
   text = (
     '  %x = bf16[64,8,2,128]{3,2,1,0} custom-call(%a, %b, %c), custom_call_target="tpu_custom_call", '
-    'metadata={op_name="jit(generate)/while/body/decode_0_256"}'
+    f'metadata={{op_name="jit(generate)/while/body/decode_0_256{"_pages" if paged else ""}"}}'
   )
   caches = [(2000, 8, 128, 128)] * 2 + [(2000, 8, 128, 128)] * 2 if paged else [(256, 8, 800, 128), (256, 8, 800, 128)]
   shapes = (64,), (64, 8, 2, 128), *caches, (64, 8, 32, 128), (64, 8, 32, 128)

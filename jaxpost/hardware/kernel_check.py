@@ -252,10 +252,8 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
   """
   if name.startswith(DECODE):
     kernel = name.removeprefix(DECODE)
-    # Triton splits the entries of a slot over thread blocks if slots are few; the case of many also has more held. Only
-    # Mosaic reads pages.
-    cases = [sizes for sizes in _DECODED if kernel == 'mosaic' or not sizes[-1]]
-    found = dict(out=max(_decode_error(kernel, work, dtype, window, *sizes) for sizes in cases))
+    # Triton splits the entries of a slot over thread blocks if slots are few; the case of many also has more held.
+    found = dict(out=max(_decode_error(kernel, work, dtype, window, *sizes) for sizes in _DECODED))
     if kernel == 'mosaic' or work.head_dim != work.value_dim or window != work.windows[0]:  # what follows has no window
       return found
     return found | {

@@ -50,7 +50,8 @@ def compute_of_decoding(compute: Compute, cfg: ModelConfig | CustomConfig, rollo
   # A kernel attends from one token per slot, where speculation has several.
   supported = not rollout.speculation and supports(compute, cfg)
   if supported and rollout.page_size:
-    supported = compute.decode_kernel == 'mosaic' and rollout.page_size % entries_multiple(compute, cfg) == 0
+    least = 16 if compute.decode_kernel == 'triton' else entries_multiple(compute, cfg)
+    supported = rollout.page_size % least == 0
   return dataclasses.replace(compute, decode_kernel=compute.decode_kernel if supported else '')
 
 

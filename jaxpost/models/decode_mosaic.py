@@ -99,7 +99,7 @@ def attend(
     out_shape=jax.ShapeDtypeStruct((*q.shape[:3], sizes[1]), cache[1].dtype),
     compiler_params=pltpu.CompilerParams(dimension_semantics=('parallel', 'arbitrary')),
     interpret=interpret,
-    name=f'decode_{window}_{chunk}',  # `planning.kernels` reads it
+    name=f'decode_{window}_{chunk}' + '_pages' * (table is not None),  # `planning.kernels` reads it
   )(work, q, list(arrays), list(recent), sinks)
 
 

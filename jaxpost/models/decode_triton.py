@@ -124,6 +124,7 @@ def attend(
   filled: jax.Array,
   step: jax.Array,
   sinks: jax.Array | None,
+  table: jax.Array | None = None,
   *,
   window: int,
   cfg: ModelConfig,
@@ -134,28 +135,32 @@ def attend(
   Args:
     q: [S, K, G, h], which the kernel multiplies by the attention scale.
     cache: keys [S, K, N, h] and values [S, K, N, hv], of which the first `filled` [S] are valid; it may have more
-      slots, which are not read.
+      slots, which are not read. With a table, pages [., K, p, h] and [., K, p, hv].
     recent: keys [S, K, T, h] and values [S, K, T, hv] of the next tokens, of which the first `step` + 1 are valid.
     sinks: [K, G], or None.
+    table: [S, n] int32, pages of each slot, or None.
     interpret: run it on the CPU, for tests.
 
   Returns:
     [S, K, G, hv].
   """
   slots, heads, group, size = q.shape
-  room, block, values = cache[0].shape[2], recent[0].shape[2], cache[1].shape[3]
+  held, length, block, values = len(cache[0]), cache[0].shape[2], recent[0].shape[2], cache[1].shape[3]
+  room = length if table is None else length * table.shape[1]
   filled = jnp.minimum(filled, room)  # the position of an idle slot keeps growing past its cache
   parts = max(1, min(-(-_PROGRAMS // (slots * heads)), room // _MIN_ENTRIES))
   wide, wide_v, rows, new = map(attention_triton.padded, (size, values, group, block))
   arrays = [
     (q, (None, None, rows, wide), lambda h, s, i: (s, h, 0, 0)),
-    (cache[0], (None, None, room, wide), lambda h, s, i: (s, h, 0, 0)),
-    (cache[1], (None, None, room, wide_v), lambda h, s, i: (s, h, 0, 0)),
+    (cache[0], (held, None, length, wide), lambda h, s, i: (0, h, 0, 0)),
+    (cache[1], (held, None, length, wide_v), lambda h, s, i: (0, h, 0, 0)),
     (recent[0], (None, None, new, wide), lambda h, s, i: (s, h, 0, 0)),
     (recent[1], (None, None, new, wide_v), lambda h, s, i: (s, h, 0, 0)),
     (filled.astype(jnp.int32), (slots,), lambda h, s, i: (0,)),
     (jnp.reshape(step, (1,)).astype(jnp.int32), (1,), lambda h, s, i: (0,)),
   ]
+  if table is not None:
+    arrays.append((table.astype(jnp.int32), table.shape, lambda h, s, i: (0, 0)))
   stages = _STAGES if max(wide, wide_v) <= _WIDE else _WIDE_STAGES
   out, lse2 = pl.pallas_call(
     functools.partial(_kernel, sizes=(group, size, values), parts=parts, window=window, cfg=cfg),
@@ -171,7 +176,7 @@ def attend(
     ],
     compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=stages),
     interpret=interpret,
-    name=f'decode_{window}',
+    name=f'decode_{window}' + '_pages' * (table is not None),  # `planning.kernels` reads it
   )(*(x for x, *_ in arrays))
   return _merged(out, lse2, sinks).astype(cache[1].dtype)
 
@@ -192,15 +197,17 @@ def _merged(out: jax.Array, lse2: jax.Array, sinks: jax.Array | None) -> jax.Arr
   return jnp.sum(out * jnp.exp(lse - total)[..., None], axis=0)
 
 
-def _kernel(
-  q_ref, k_ref, v_ref, new_k_ref, new_v_ref, filled_ref, step_ref, out_ref, lse2_ref, *, sizes, parts, window, cfg
-):
+def _kernel(q_ref, k_ref, v_ref, new_k_ref, new_v_ref, filled_ref, step_ref, *refs, sizes, parts, window, cfg):
   """Attends from the queries of a kv head to a part of the entries of its slot; part 0 includes the recent tokens.
 
-  sizes: (G, h, hv). parts: number of the parts of entries.
+  refs: perhaps the table of pages, and the results. sizes: (G, h, hv). parts: number of the parts of entries.
   """
+  *table_refs, out_ref, lse2_ref = refs
   group, size, values = sizes
-  filled, step, part = filled_ref[pl.program_id(1)], step_ref[0], pl.program_id(2)
+  slot, part = pl.program_id(1), pl.program_id(2)
+  filled, step = filled_ref[slot], step_ref[0]
+  length = k_ref.shape[1]
+  entries = min(_ENTRIES, length) if table_refs else _ENTRIES
   position = filled + step  # of the query
   first = jnp.int32(0)
   if window:
@@ -213,16 +220,20 @@ def _kernel(
     return attention_triton.add_keys(carry, jnp.where(mask[None], s * attention_triton.LOG2_E, MASKED_LOGIT), vals)
 
   def add_cached(j, carry):
-    entries, places = pl.ds(j * _ENTRIES, _ENTRIES), j * _ENTRIES + jnp.arange(_ENTRIES)
+    start = j * entries
+    places = start + jnp.arange(entries)
     mask = (places >= first) & (places < filled)
-    return add(carry, load(k_ref.at[entries], size, mask), load(v_ref.at[entries], values, mask), mask)
+    at = slot, pl.ds(start, entries)
+    if table_refs:
+      at = table_refs[0][slot, start // length], pl.ds(start % length, entries)
+    return add(carry, load(k_ref.at[at], size, mask), load(v_ref.at[at], values, mask), mask)
 
   def add_recent(carry):
     steps = jnp.arange(new_k_ref.shape[0])
     mask = (steps <= step) & (filled + steps >= first)
     return add(carry, load(new_k_ref, size, mask), load(new_v_ref, values, mask), mask)
 
-  low, high = first // _ENTRIES, pl.cdiv(filled, _ENTRIES)
+  low, high = first // entries, pl.cdiv(filled, entries)
   blocks_per_part = pl.cdiv(high - low, parts)
   begin = low + part * blocks_per_part
   carry = attention_triton.nothing(len(q), v_ref.shape[-1])

@@ -16,7 +16,7 @@ _SPLASH = {'fwd': (1, 1), 'dq': (2, 1), 'dkv': (2, 2)}
 _SPLASH_NAME = re.compile(r'splash_m\w+?_(fwd|dq|dkv)_')
 _TRITON = {'forward': (1, 1), 'queries': (2, 1), 'keys': (2, 2)}
 _TRITON_NAME = re.compile(r'attention_(forward|queries|keys)_(\d+)')
-_DECODE_NAME = re.compile(r'decode_(\d+)(?:_(\d+))?')
+_DECODE_NAME = re.compile(r'decode_(\d+)(?:_(\d+))?(_pages)?')
 _GROUPED_NAME = re.compile(r'grouped_(rows|matrices)')
 _RECURRENCE_NAME = re.compile(r'recurrence_(forward|backward)_(\d+)')
 _TRITON_TARGET = '__gpu$xla.gpu.triton'
@@ -32,7 +32,7 @@ def cost(op: hlo.Op, arguments: list[hlo.Array], filled: int = 0) -> tuple[float
   if match := _RECURRENCE_NAME.search(hlo.op_name(op)):
     return (3.0 if match[1] == 'backward' else 1.0) * _recurrence(arguments, int(match[2])), 0.0
   if match := _DECODE_NAME.search(hlo.op_name(op)):
-    return _decode(arguments, int(match[1]), int(match[2] or 1), filled)
+    return _decode(arguments, int(match[1]), int(match[2] or 1), is_paged=bool(match[3]), filled=filled)
   if _target(op) == _TRITON_TARGET:
     if hlo.op_name(op).endswith('/rotate/pallas_call'):
       return 0.0, _entries_of_one_token(arguments)
@@ -131,7 +131,7 @@ def _recurrence(arguments: list[hlo.Array], chunk: int) -> float:
   return math.prod(v.dims[:-1]) * (6.0 * size * width + within_chunk)
 
 
-def _decode(arguments: list[hlo.Array], window: int, chunk: int, filled: int) -> tuple[float, float]:
+def _decode(arguments: list[hlo.Array], window: int, chunk: int, is_paged: bool, filled: int) -> tuple[float, float]:
   """Returns (FLOPs, bytes) of one token per slot over the filled part of its cache, or the window if shorter.
 
   chunk: entries that are read at a time.
@@ -140,7 +140,6 @@ def _decode(arguments: list[hlo.Array], window: int, chunk: int, filled: int) ->
   slots, heads, group, _ = q.dims
   size = new_keys.dims[3] + new_values.dims[3]  # of a key and a value
   held = math.prod(caches[0].dims) // (heads * new_keys.dims[3])  # entries of all slots or pages
-  is_paged = len(caches) > 2
   entries = min(n for n in (held // (slots if is_paged else caches[0].dims[0]), window, filled) if n)
   read = entries + (chunk - 1) / 2  # the last chunk of a slot is half full on average
   counted = sum(x.bytes for x in caches if not x.fast)
