@@ -7,8 +7,6 @@ The check runs before the programs of a run are compiled. XLA computes the shape
 Legend: T tokens, H heads, K kv heads, h head size, hv head size of values.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging
@@ -16,7 +14,7 @@ import pathlib
 import types
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +24,8 @@ from jaxpost.errors import InputError
 from jaxpost.hardware import gpu_options, probe
 from jaxpost.matmul import Compute
 from jaxpost.models import attention_kernels, attention_xla, decode_kernels, layers, rope
-from jaxpost.models.config import CustomConfig, Rope
-
-if TYPE_CHECKING:
-  from jaxpost.models.attention_kernels import AttentionShape
-  from jaxpost.models.config import ModelConfig
+from jaxpost.models.attention_kernels import AttentionShape
+from jaxpost.models.config import CustomConfig, ModelConfig, Rope
 
 _TOLERANCE = 0.05  # largest error, as a share of the largest value; that of rounding to bfloat16 is a tenth of it
 _HEADS = 2  # kv heads that are checked, with all of their query heads

@@ -6,12 +6,10 @@ its kind. `models/grouped.py` and `models/recurrence_kernels.py` call the kernel
 Legend: N rows, E groups, D inputs, F outputs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +18,8 @@ import numpy as np
 from jaxpost.hardware import kernel_check
 from jaxpost.matmul import Compute
 from jaxpost.models import lora, recurrence, recurrence_kernels, recurrence_triton, transformer
+from jaxpost.models.config import CustomConfig, ModelConfig
 from jaxpost.models.grouped import grouped
-
-if TYPE_CHECKING:
-  from jaxpost.models.config import CustomConfig, ModelConfig
 
 EXPERTS, RECURRENCE = 'grouped', 'recurrence'  # names of the kernels
 _EXPERTS = 4

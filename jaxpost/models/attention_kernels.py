@@ -5,12 +5,10 @@ Legend: B rows, T tokens (t of a part), H heads, K kv heads, h head size, hv tha
 `REFUSALS` says what each kernel does not support. `layers.attention` is the only caller.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +16,10 @@ from jax.sharding import PartitionSpec
 
 from jaxpost.distributed.mesh import Layout
 from jaxpost.errors import InputError
-from jaxpost.matmul import WHOLE_ROW_KERNELS
+from jaxpost.matmul import WHOLE_ROW_KERNELS, Compute
 from jaxpost.models import attention_xla, context_parallel
 from jaxpost.models.attention_xla import PackedRows
 from jaxpost.models.config import CustomConfig, ModelConfig
-
-if TYPE_CHECKING:
-  from jaxpost.matmul import Compute
 
 SHORT = 256  # for shorter rows, starting a kernel costs more than it saves
 _LANES = 128  # of a TPU's registers; blocks and rows are multiples of it
@@ -266,9 +261,6 @@ def _shifted(x, part, n: int, fill):
   """Shifts [B, T, ...] right by n - 1 - part places; no query attends to the tokens that fall off the end."""
   padded = jnp.pad(x, ((0, 0), (n - 1, 0)) + ((0, 0),) * (x.ndim - 2), constant_values=fill)
   return jax.lax.dynamic_slice_in_dim(padded, part, x.shape[1], axis=1)
-
-
-# --------------------------------------------------------------------- Triton
 
 
 def triton(

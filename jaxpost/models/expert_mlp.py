@@ -8,10 +8,7 @@ the number of rows of a device is known only at run time; `_in_rounds` processes
 number of rows as it takes, so that no token is dropped and no memory is reserved for the worst case.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxpost.matmul import Compute
 from jaxpost.models import expert_parallel, layers
+from jaxpost.models.config import ModelConfig
 from jaxpost.models.grouped import grouped
-
-if TYPE_CHECKING:
-  from jaxpost.models.config import ModelConfig
 
 
 def apply_experts(

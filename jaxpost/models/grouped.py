@@ -3,8 +3,6 @@
 Legend: N rows, E groups, D inputs, F outputs.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -10,8 +10,6 @@ never sees arrays that XLA would have to partition.
 Legend: N rows, E groups, D inputs, F outputs.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

@@ -4,11 +4,9 @@ Legend: B rows, T tokens, D hidden size, F MLP size, N or H heads, K kv heads, h
 `decoding.py` attends over a cache.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxpost.distributed.mesh import Layout, TiedWeight, row_shards
 from jaxpost.matmul import Compute, einsum
 from jaxpost.models.attention_xla import PackedRows, attend_in_chunks
-
-if TYPE_CHECKING:
-  from jaxpost.models.config import ModelConfig
+from jaxpost.models.config import ModelConfig
 
 ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
   'silu': jax.nn.silu,

@@ -9,11 +9,8 @@ E experts, k of them for a token, L layers.
 is padded to a capacity. `param_rows` declares the parameters.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +20,9 @@ from jaxpost.distributed.mesh import Layout
 from jaxpost.errors import InputError
 from jaxpost.matmul import Compute
 from jaxpost.models import expert_mlp, expert_parallel, layers
+from jaxpost.models.config import ModelConfig
 from jaxpost.models.parameters import LAYER, Param
 from jaxpost.models.routing import Routing, route
-
-if TYPE_CHECKING:
-  from jaxpost.models.config import ModelConfig
 
 _SHARED = 'shared_'  # prefix of the parameters of the shared expert
 _ROUTER = ('router', 'router_bias', 'router_choice', 'router_scale')

@@ -18,20 +18,14 @@ diagonal matrix with one for each of the d channels of queries and keys.
 A row has runs of tokens (`convolution.runs_of`); a new run starts from an empty state.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
-from jaxpost.matmul import einsum
+from jaxpost.matmul import Compute, einsum
 from jaxpost.models.recurrence_chunk import EXACT, Terms, across_chunk, step_of_head, within_chunk
-
-if TYPE_CHECKING:
-  from jaxpost.matmul import Compute
 
 CHUNK = 64  # tokens whose states are never materialized
 BLOCK = 1024  # tokens whose terms are in memory at a time

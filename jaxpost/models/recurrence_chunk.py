@@ -6,8 +6,6 @@ XLA computes them for all heads and chunks at once. Kernels for GPUs (`recurrenc
 Legend: C tokens of the chunk, d size of keys, e size of values.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import NamedTuple

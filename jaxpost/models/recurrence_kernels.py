@@ -10,8 +10,6 @@ A module of a kernel has `supports`, `arranged` (the terms as the kernel reads t
 Legend: B rows, T tokens, K heads of queries and keys, H value heads, d size of keys, e size of values, N chunks.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from types import ModuleType

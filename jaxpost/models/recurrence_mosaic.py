@@ -9,8 +9,6 @@ chunk, N chunks; a program has k of the key heads and h of the value heads, and 
 of the same key heads.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 

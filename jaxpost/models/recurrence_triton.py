@@ -7,8 +7,6 @@ Legend: B rows, T tokens, K heads of queries and keys, H value heads, d size of 
 chunk, N chunks, P parts of the values.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpost.errors import refuse
-from jaxpost.matmul import einsum
+from jaxpost.matmul import Compute, einsum
 from jaxpost.models.config import CustomConfig
 from jaxpost.models.layers import FUSED
 from jaxpost.models.parameters import input_dims
@@ -28,7 +28,6 @@ from jaxpost.models.quantization import block_axes
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
-  from jaxpost.matmul import Compute
   from jaxpost.models.model import Model
 
 # {value of `config.rollout.weights` or `cache`: (type of the codes, largest magnitude)}. The codes of float8 are its

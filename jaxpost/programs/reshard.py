@@ -16,16 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpost.distributed.transfer import relabelled
-from jaxpost.matmul import on_bits
+from jaxpost.matmul import Compute, on_bits
 from jaxpost.models.layers import FUSED, FUSED_AXIS
-from jaxpost.models.parameters import ADAPTER_ROOT, MTP, STACKS, in_float32, narrow, nest, unstack_layers
+from jaxpost.models.parameters import ADAPTER_ROOT, MTP, STACKS, Param, in_float32, narrow, nest, unstack_layers
 from jaxpost.programs.compile import Ledger, Program
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
-  from jaxpost.matmul import Compute
   from jaxpost.models.model import Model
-  from jaxpost.models.parameters import Param
 
 GROUP_BYTES = 2**30
 

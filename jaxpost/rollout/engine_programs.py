@@ -16,7 +16,6 @@ if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
   from jaxpost.matmul import Compute
   from jaxpost.models.model import Model
-  from jaxpost.programs.sampling import Sampling
   from jaxpost.rollout.native import NativeEngine
 
 
@@ -30,17 +29,15 @@ class EnginePrograms:
     compute: Compute,
     ledger: Ledger,
     *,
-    slots: int,
-    cache_shape: tuple[int, int],
+    empty_state: Callable,
     paged: bool,
     block: int,
     report: dict[str, int],
-    sampling: Sampling,
   ):
     """Creates the programs; nothing is compiled yet.
 
     Args:
-      cache_shape, sampling: as in `generate.empty_state`.
+      empty_state: () -> `DecodeState` without sequences.
       report: arguments `top` and `allowed` of `sampling.draw`.
     """
     self._model = model
@@ -49,7 +46,6 @@ class EnginePrograms:
     self.platform = compute.platform
     self._block = block
     self._report = report
-    empty_state = generate.empty_state(model, slots, cache_shape, sampling, compute)
     self.init = Program('init_state', empty_state, ledger, generate.slot_shardings(layout))
     self.prefill = generate.make_prefill(model, layout, compute, ledger)
     self.insert = generate.make_insert(layout, ledger)

@@ -14,15 +14,16 @@ import jax
 import numpy as np
 
 from jaxpost.errors import InputError
+from jaxpost.programs import generate
 from jaxpost.programs.compile import Ledger
-from jaxpost.programs.generate import Entry
+from jaxpost.programs.generate import Block, DecodeState, Entry, Prefilled
 from jaxpost.programs.reshard import Reshard
 from jaxpost.rollout import engine_programs, sampler, sampler_config
 from jaxpost.rollout.buckets import Buckets, cache_length
 from jaxpost.rollout.engine_programs import EnginePrograms
 from jaxpost.rollout.sampler_config import SamplerConfig
 from jaxpost.rollout.scheduler import NextRequests, OnTokens, Scheduler
-from jaxpost.rollout.sequence import Completion, Request
+from jaxpost.rollout.sequence import ActiveSequence, Completion, Request
 from jaxpost.types import Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -31,10 +32,8 @@ if TYPE_CHECKING:
   from jaxpost.matmul import Compute
   from jaxpost.models.model import Model
   from jaxpost.models.shared_weights import SharedWeights
-  from jaxpost.programs.generate import Block, DecodeState, Prefilled
   from jaxpost.rollout.engine import OnDispatch
   from jaxpost.rollout.page_table import PageCopy, PageTable
-  from jaxpost.rollout.sequence import ActiveSequence
 
 
 class NativeEngine:
@@ -89,12 +88,10 @@ class NativeEngine:
       layout,
       compute,
       ledger,
-      slots=slots,
-      cache_shape=self.cache_shape,
+      empty_state=generate.empty_state(model, slots, self.cache_shape, sampler_config.sampling(config, {}), compute),
       paged=bool(config.page_size),
       block=self.block,
       report=dict(top=config.top_logprobs, allowed=config.top_k if config.sampling_mask else 0),
-      sampling=sampler_config.sampling(config, {}),
     )
     self.can_reuse_cache = sampler_config.can_extend(model.config)
     self._scheduler: type[Scheduler] = Scheduler
@@ -360,8 +357,6 @@ class NativeEngine:
       on_dispatch=on_dispatch,
     )
     return sampler.to_rollout(prompts, finished, self.config, step, self.version, figures=figures)
-
-  # ------------------------------------------------------------------ compile
 
   def jobs(self, params: Any, lengths: Sequence[int], group_size: int, turns: bool = False) -> list[Callable[[], Any]]:
     """Returns functions that compile the programs of sampling; see `engine.Engine.jobs`."""

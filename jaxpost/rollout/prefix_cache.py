@@ -30,11 +30,7 @@ class CachedPrefix:
 
 
 class PrefixCache:
-  """KV entries of finished sequences, oldest first, until their slots or pages are needed.
-
-  pages: the page table of the engine; None if the cache has no pages, so that a
-    cached prefix is lost when its slot is reused.
-  """
+  """The cached prefixes, oldest first; `pages` is the page table of the engine, None if the cache has no pages."""
 
   def __init__(self, pages: PageTable | None):
     self.pages = pages

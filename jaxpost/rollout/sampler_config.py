@@ -14,13 +14,12 @@ import numpy as np
 from jaxpost.errors import InputError, refuse
 from jaxpost.hardware import memory
 from jaxpost.models import rope
-from jaxpost.models.config import CustomConfig
+from jaxpost.models.config import CustomConfig, ModelConfig
 from jaxpost.programs.sampling import Sampling
 from jaxpost.rollout.sequence import Request
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
-  from jaxpost.models.config import ModelConfig
 
 IDS = 8  # a request may have at least this many stop ids and forbidden ids
 

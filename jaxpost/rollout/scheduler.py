@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import DivergedError
-from jaxpost.rollout.prefix_cache import PrefixCache
+from jaxpost.rollout.prefix_cache import CachedPrefix, PrefixCache
 from jaxpost.rollout.sequence import ActiveSequence, Completion, Request
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
   from jaxpost.rollout.engine import OnDispatch
   from jaxpost.rollout.native import NativeEngine
   from jaxpost.rollout.page_table import PageCopy
-  from jaxpost.rollout.prefix_cache import CachedPrefix
 
 # (finished completions, idle) -> further requests; see `Engine.serve`.
 NextRequests = Callable[[list[Completion], bool], Iterable[Request]]
@@ -128,7 +127,7 @@ class Scheduler:
       self.drawn -= len(sequence.drawn())
       if self.pages and sequence in self.active.values():
         self.pages.release(sequence)
-    self.queue = collections.deque(sequence for sequence in self.queue if sequence not in cancelled)
+    self.dequeue(cancelled)
     self.active = {slot: sequence for slot, sequence in self.active.items() if sequence not in cancelled}
 
   # ------------------------------------------------------------------ admission
@@ -191,7 +190,7 @@ class Scheduler:
     if not admitted:
       return
     entry = self.engine.entry(admitted, dict.fromkeys(admitted, 0))
-    self.dequeue(admitted)
+    self.dequeue({*admitted.values()})
     table = None
     if self.pages:
       longest = max(len(sequence.tokens) for sequence in admitted.values())
@@ -213,9 +212,8 @@ class Scheduler:
     self.pages.release(sequence)
     return None
 
-  def dequeue(self, admitted: dict[int, ActiveSequence]) -> None:
-    """Removes admitted sequences from the queue."""
-    sequences = set(admitted.values())
+  def dequeue(self, sequences: set[ActiveSequence]) -> None:
+    """Removes sequences from the queue."""
     self.queue = collections.deque(sequence for sequence in self.queue if sequence not in sequences)
 
   def prefill(self) -> None:
@@ -237,7 +235,7 @@ class Scheduler:
 
   def insert(self, admitted: dict[int, ActiveSequence], copies: list[PageCopy]) -> None:
     """Forks prefilled sequences into their slots."""
-    self.dequeue(admitted)
+    self.dequeue({*admitted.values()})
     if not self.pages:
       self.prefix_cache.evict(admitted)
     rows = {slot: self.prefilled_rows[sequence.key] for slot, sequence in admitted.items()}
