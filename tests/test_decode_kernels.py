@@ -24,7 +24,8 @@ from jaxpost.rollout.sampler_config import SamplerConfig
 from jaxpost.types import Cache
 
 MODULES = dict(triton=decode_triton, mosaic=decode_mosaic)
-FILLED = [0, 1, 65, 599, 1000]  # the last slot is idle: its count goes on past the room
+# With 530 entries, windows begin in the chunk before. The last slot is idle: its count goes on past the room.
+FILLED = [0, 1, 65, 530, 599, 1000]
 ROOM, BLOCK, STEP = 600, 8, 5
 SHAPES = {'groups': (4, 2, 64, 64), 'latent': (2, 2, 96, 64), 'wide': (6, 2, 128, 128)}  # H, K, h, hv
 LAYERS = {
@@ -82,21 +83,25 @@ def test_kernels_equal_xla(kernel, shape, layer):
   assert difference(actual, expected, options['window']) <= 1e-5
 
 
-def test_triton_does_not_read_tokens_that_are_not_drawn_yet():
-  (q, cache, recent, *rest), options = case('groups')
-  expected = decode_kernels.cached_attention(q, cache, recent, *rest, kernel='triton', **options)
+@pytest.mark.parametrize('kernel', MODULES)
+def test_unused_memory_may_have_nan(kernel):
+  """It is that of tokens that are not drawn yet, and that of entries which are not filled."""
+  (q, cache, recent, filled, step), options = case('groups')
+  expected = decode_kernels.cached_attention(q, cache, recent, filled, step, kernel=kernel, **options)
+  unfilled = (jnp.arange(ROOM) >= filled[:, None])[:, None, :, None]
+  cache = [jnp.where(unfilled, jnp.nan, x) for x in cache]
   drawn = [x.at[:, :, STEP + 1 :].set(jnp.nan) for x in recent]
-  actual = decode_kernels.cached_attention(q, cache, drawn, *rest, kernel='triton', **options)
+  actual = decode_kernels.cached_attention(q, cache, drawn, filled, step, kernel=kernel, **options)
   assert bool((actual == expected).all())
 
 
 @pytest.mark.parametrize('layer', ['plain', 'all'])
 @pytest.mark.parametrize('shape', SHAPES)
-@pytest.mark.parametrize('page', [16, 64, 320])
+@pytest.mark.parametrize('page', [16, 64, 320, 1024])
 @pytest.mark.parametrize('kernel', MODULES)
 def test_kernels_read_pages(kernel, shape, layer, page):
   """Pages are in any order, smaller and larger than a chunk; those of no slot have NaN."""
-  room = 640
+  room = 640 if page < 1024 else 2048
   (q, cache, *rest), options = case(shape, room=room, **LAYERS[layer])
   expected = decoding.cached_attention(q, cache, *rest, compute=tiny.EXACT, **options)
   numbers = np.random.RandomState(1).permutation(2 * len(FILLED) * room // page)[: len(FILLED) * room // page]
@@ -114,18 +119,24 @@ def test_kernels_read_pages(kernel, shape, layer, page):
 
 @pytest.mark.parametrize('window, chunked', [(0, False), (40, False), (150, True)])
 def test_mosaic_lists_only_chunks_with_visible_entries(window, chunked):
-  """Each slot has one item at least, the items of a slot follow each other, and both parts of the list have slots."""
-  filled, chunk, room = np.array([0, 300, 128, 0, 600, 599, 1, 129]), 128, 600
-  cfg = types.SimpleNamespace(chunked=chunked)
-  work = decode_mosaic._work(jnp.asarray(filled), 0, None, room=room, chunk=chunk, window=window, cfg=cfg)
-  expected = []
+  """Each slot has one item at least, the items of a slot follow each other, and both parts of the list have slots.
+
+  A slot without entries reads the chunk that is there already.
+  """
+  filled, chunk, room = np.array([0, 300, 128, 0, 600, 599, 1, 129, 160]), 128, 600
+  items = decode_mosaic._list_chunks(
+    jnp.asarray(filled), 0, None, room=room, chunk=chunk, window=window, cfg=types.SimpleNamespace(chunked=chunked)
+  )
+  expected, sources = [], []
   for slot, n in enumerate(filled):
     first = (n - n % window if chunked else max(0, n - window + 1)) if window else 0
-    numbers = range(first // chunk, -(-n // chunk)) or [first // chunk]
-    expected += [(slot, number) for number in numbers]
-  begin, border, end = work.ends.tolist()
-  assert list(zip(work.slots.tolist(), work.chunks.tolist()))[:end] == expected
-  assert begin == 0 < border < end and expected[border - 1][0] != expected[border][0]
+    numbers = range(min(first, max(n - 1, 0)) // chunk, max(1, -(-n // chunk)))
+    expected += [slot for _ in numbers]
+    sources += [(slot, number) if n or not sources else sources[-1] for number in numbers]
+  begin, border, end = items.ends.tolist()
+  assert items.slots.tolist()[:end] == expected
+  assert list(zip(items.sources.tolist(), items.chunks.tolist()))[:end] == sources
+  assert begin == 0 < border < end and expected[border - 1] != expected[border]
   assert abs(border - end / 2) <= 5  # chunks of the longest slot
 
 
@@ -264,6 +275,21 @@ def test_kernels_decode_models_and_caches_that_they_support():
   )
   assert [decode_kernels.entries_multiple(tpu, x) for x in (MODEL, wide)] == [128, 8]
   assert decode_kernels.entries_multiple(gpu, MODEL) == 1
+
+
+def test_mosaic_leaves_to_xla_what_its_memories_do_not_hold(caplog):
+  tpu = compute_for('tpu', 'bfloat16', 'none')
+  cfg = dataclasses.replace(MODEL, num_heads=32, num_kv_heads=8, head_dim=128)
+
+  def used(slots, entries, page_size=0, block=32, tensor=1):
+    lengths = dict(entries=entries, page_size=page_size, block=block)
+    return decode_kernels.compute_of_engine(tpu, cfg, slots, tensor=tensor, **lengths).decode_kernel
+
+  assert (
+    used(256, 16384) and used(256, 1088, block=256) and used(256, 16384, 64) and used(64, 32768, block=1024, tensor=8)
+  )
+  assert not used(256, 131_072) and not used(256, 16384, 16) and not used(256, 4096, block=2048)
+  assert 'does not support 256 slots of 16384 entries in pages of 16; XLA decodes' in caplog.text
 
 
 def main():

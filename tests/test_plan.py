@@ -790,7 +790,7 @@ def test_decode_kernel_of_tpus_reads_whole_chunks(paged):
   flops, extra_bytes = kernels.cost(op, operands, 500)
   assert flops == 2 * 64 * 8 * 2 * 500 * (128 + 128)
   read = sum(x.bytes for x in operands[2:]) + extra_bytes
-  assert read == pytest.approx(64 * 8 * (500 + 255 / 2 + 32 / 2) * (128 + 128) * 2)
+  assert read == pytest.approx(64 * 8 * (500 + 255 / 2 + 32) * (128 + 128) * 2)
 
 
 def test_rotating_kernel_writes_the_entries_of_one_token():

@@ -31,7 +31,7 @@ _TOLERANCE = 0.05  # largest error, as a share of the largest value; that of rou
 _HEADS = 2  # kv heads that are checked, with all of their query heads
 DECODE = 'decode_'  # begins the names of the kernels for single tokens
 # Slots decoded and held, entries of the cache and of a block, and of a page.
-_DECODED = (4, 4, 1024, 32, 0), (128, 130, 300, 8, 0), (5, 6, 512, 16, 128)
+_DECODED = (4, 4, 1100, 32, 0), (128, 130, 300, 8, 0), (7, 8, 1280, 16, 128)
 _GPU_OPTIONS = {'xla_gpu_autotune_level': 0, 'xla_gpu_enable_triton_gemm': False}
 # Errors of a kernel, or of JAX when it lowers the kernel, for unsupported shapes. JaxRuntimeError is a RuntimeError;
 # the errors of Pallas for TPU are private classes of JAX.
@@ -241,7 +241,7 @@ def normal_numbers() -> Callable[..., jax.Array]:
 def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str, float]:
   """Returns the errors of a kernel: {'out': of the result, 'q', 'k', 'v' and perhaps 'sinks': of their gradients}.
 
-  The kernels for single tokens have no gradients; for the first window, `_token_errors` are added to their 'out'.
+  The kernels for single tokens have no gradients; for the first window, that of GPUs has `_token_errors`, too.
   An error is the largest difference from XLA in float32 over the largest value. Rows are packed; long rows are checked
   with fewer heads. The stripes of a row that is split are computed one after the other.
   """
@@ -329,8 +329,8 @@ def _decode_error(
   """
   from jaxpost.models import decoding
 
-  filled = jnp.resize(jnp.array([0, 33, room // 2 + 1, room, 1, room - 1]), slots)
-  kv_heads = min(work.kv_heads, _HEADS)
+  filled = jnp.resize(jnp.array([0, 33, room // 2 + 1, room, 1, room - 1, min(room, 530)]), slots)
+  kv_heads = work.kv_heads if slots < 8 else min(work.kv_heads, _HEADS)  # the sizes of blocks depend on the heads
   heads = kv_heads * (work.heads // work.kv_heads)
   draw, sizes = normal_numbers(), (work.head_dim, work.value_dim)
   q = draw(slots, 1, heads, work.head_dim, dtype=dtype)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -34,7 +35,10 @@ def module(kernel: str) -> ModuleType:
 
 
 def supports(compute: Compute, cfg: ModelConfig | CustomConfig) -> bool:
-  """Returns whether `compute.decode_kernel` can decode: every layer caches keys and values of 16 bits."""
+  """Returns whether `compute.decode_kernel` can decode: every layer caches keys and values of 16 bits.
+
+  Heads have at most 256 elements, on TPUs a multiple of 8.
+  """
   if isinstance(cfg, CustomConfig) or not compute.decode_kernel or jnp.dtype(compute.cache).itemsize != 2:
     return False
   multiple = 8 if compute.decode_kernel == 'mosaic' else 1
@@ -48,7 +52,7 @@ def supports(compute: Compute, cfg: ModelConfig | CustomConfig) -> bool:
 def compute_of_decoding(compute: Compute, cfg: ModelConfig | CustomConfig, rollout: Any) -> Compute:
   """Returns `compute`, without the decoding kernel if that does not support the model or `config.rollout`."""
   # A kernel attends from one token per slot, where speculation has several.
-  supported = not rollout.speculation and supports(compute, cfg)
+  supported = not (rollout.speculation or getattr(rollout, 'cache', '')) and supports(compute, cfg)
   if supported and rollout.page_size:
     least = 16 if compute.decode_kernel == 'triton' else entries_multiple(compute, cfg)
     supported = rollout.page_size % least == 0
@@ -56,14 +60,32 @@ def compute_of_decoding(compute: Compute, cfg: ModelConfig | CustomConfig, rollo
 
 
 def entries_multiple(compute: Compute, cfg: ModelConfig | CustomConfig) -> int:
-  """Returns a number that the entries of a slot, or of a page, are a multiple of.
+  """Returns a number that the entries of a slot, or of a page, must be a multiple of.
 
-  XLA for TPU keeps an array in the order of dimensions that pads it least to tiles of 8 x 128 elements. If these are
-  the entries and the elements of a head, the kernel reads the cache as it is.
+  XLA for TPU keeps an array in the order of dimensions that pads it least to tiles of 8 x 128 elements. With such a
+  number, these are the entries and the elements of a head, and the kernel reads the cache as it is.
   """
   if compute.decode_kernel != 'mosaic':
     return 1
   return 128 if any(size % 128 for _, sizes in cfg.layer_caches for size in sizes) else 8
+
+
+def compute_of_engine(compute: Compute, cfg: ModelConfig, slots: int, tensor: int, **lengths: int) -> Compute:
+  """Returns `compute`, without the kernel if memories of a TPU core do not hold what it needs, which is logged.
+
+  Args:
+    slots: of a device. tensor: devices that split the heads. lengths: see `decode_mosaic.refusal`.
+  """
+  if compute.decode_kernel != 'mosaic':
+    return compute
+  reasons = [
+    module('mosaic').refusal(slots, heads // tensor if heads % tensor == 0 else heads, sizes, **lengths)
+    for heads, sizes in set(cfg.layer_caches)
+  ]
+  for reason in filter(None, reasons):
+    logging.warning('the decoding kernel does not support %s; XLA decodes', reason)
+    return dataclasses.replace(compute, decode_kernel='')
+  return compute
 
 
 def cached_attention(

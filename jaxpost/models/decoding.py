@@ -107,7 +107,7 @@ def decode(
     if kernel == 'triton' and decode_triton.rotates(cfg, table, constrain):
       # The layer leaves its projections as they are.
       layer_cfg, table, kernel_table = dataclasses.replace(cfg, qk_norm=''), None, table
-    attend_layer = functools.partial(attend, layer=place, window=kind.window, p=p, table=kernel_table)
+    attend_layer = functools.partial(attend, layer=place, window=kind.window, p=p, rope_table=kernel_table)
     if cfg.layer_stacks[i] in STATEFUL:
       from jaxpost.models import hybrid
 
@@ -122,22 +122,22 @@ def decode(
 
 
 def _attend(
-  q, k, v, cache_entries, *, ks, vs, cache, layer, p, table, compute: Compute, layout: Any, kernel: str, **options
+  q, k, v, cache_entries, *, ks, vs, cache, layer, p, rope_table, compute: Compute, layout: Any, kernel: str, **options
 ) -> tuple[jax.Array, None]:
   """Adds the entries of a layer to `ks` and `vs`, and attends to them and to the cache.
 
   Args:
     p: parameters of the layer.
-    table: RoPE table by which a kernel rotates the projections q, k and v, or None.
+    rope_table: by which a kernel rotates the projections q, k and v, or None.
     kernel: of `decode_kernels.py`, or ''.
     options: other arguments of `cached_attention`.
   """
   step, cfg = options['step'], options['cfg']
-  if table:
+  if rope_table:
     from jaxpost.models import decode_triton
 
     entries = (ks[layer], vs[layer]), step
-    q, ks[layer], vs[layer] = decode_triton.rotate_and_write(q, k, v, *entries, p=p, table=table, cfg=cfg)
+    q, ks[layer], vs[layer] = decode_triton.rotate_and_write(q, k, v, *entries, p=p, table=rope_table, cfg=cfg)
   else:
     for recent_entries, new in zip((ks, vs), cache_entries):
       recent_entries[layer] = _put(recent_entries[layer], to_cache_type(new.swapaxes(1, 2), compute), step)

@@ -140,11 +140,17 @@ def _decode(arguments: list[hlo.Array], window: int, chunk: int, is_paged: bool,
   slots, heads, group, _ = q.dims
   size = new_keys.dims[3] + new_values.dims[3]  # of a key and a value
   held = math.prod(caches[0].dims) // (heads * new_keys.dims[3])  # entries of all slots or pages
-  entries = min(n for n in (held // (slots if is_paged else caches[0].dims[0]), window, filled) if n)
-  read = entries + (chunk - 1) / 2  # the last chunk of a slot is half full on average
+  room = held // (slots if is_paged else caches[0].dims[0])
+  if is_paged and filled:  # slots may share pages
+    room = max(room, filled)
+  entries = min(n for n in (room, window, filled) if n)
+  # A chunk at the end of the entries is half full on average, and so is one at the beginning of a window.
+  ends = 2 if window and entries == window else 1
+  read = min(entries + ends * (chunk - 1) / 2, -(-room // chunk) * chunk)
   counted = sum(x.bytes for x in caches if not x.fast)
   actual = slots * read / held * sum(x.bytes for x in caches if not x.fast) / (len(caches) / 2)
-  actual -= (new_keys.bytes + new_values.bytes) / 2  # a step reads the tokens of the block up to itself
+  if chunk == 1:  # the kernel of GPUs reads the tokens of the block up to the step
+    actual -= (new_keys.bytes + new_values.bytes) / 2
   return 2.0 * slots * heads * group * entries * size, actual - counted
 
 

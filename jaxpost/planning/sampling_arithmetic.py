@@ -88,8 +88,7 @@ def memory(case: Case) -> dict[str, float]:
   slots_per_device, _ = slots(case.inputs, case.rollout.batch_shards)
   block = rollout.block or case.compute.decode_block
   compute = decode_kernels.compute_of_decoding(case.compute, cfg, rollout)
-  in_place = compute.decode_kernel and not rollout.cache
-  multiple = rollout.page_size or (decode_kernels.entries_multiple(compute, cfg) if in_place else 1)
+  multiple = rollout.page_size or decode_kernels.entries_multiple(compute, cfg)
   length = buckets.cache_length(rollout.max_prompt_length + rollout.max_new_tokens, block, multiple)
   logits = 2 * slots_per_device * cfg.padded_vocab_size / tensor * FLOAT
   prompts = math.ceil(prefilled(case.inputs) / case.rollout.batch_shards)
@@ -99,8 +98,8 @@ def memory(case: Case) -> dict[str, float]:
   state = _state(cfg, tensor)
   # A block copies the filled part of the cache that it attends to, up to a power of two, unless that is all of it. A
   # kernel for decoding copies nothing. States are held twice: before and after the block.
-  copied_entries = 0 if in_place else 2 ** int(math.log2(length - 1))
-  if case.compute.platform == 'tpu' and (in_place or not (rollout.cache or rollout.page_size)):
+  copied_entries = 0 if compute.decode_kernel else 2 ** int(math.log2(length - 1))
+  if compute.platform == 'tpu' and (compute.decode_kernel or not (rollout.cache or rollout.page_size)):
     copied_entries = 3 * block  # XLA for TPU reads a plain cache where it is, and holds the entries of a block thrice
   copied = slots_per_device * (copied_entries * entry + state)
   cache = (slots_per_device * length + tokens) * entry + (slots_per_device + prompts) * state

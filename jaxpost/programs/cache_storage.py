@@ -51,7 +51,7 @@ def first_entries(cache: Cache, rows: int, read: int) -> Cache:
   return view(jax.tree.map(lambda x: x[:rows, :, :read], cache) if read else cache)
 
 
-def append(cache: Cache, table: jax.Array | None, recent: Cache, filled: jax.Array, platform: str) -> Cache:
+def append(cache: Cache, recent: Cache, filled: jax.Array, *, table: jax.Array | None, platform: str) -> Cache:
   """Appends the entries of a block to the cache, in pages if there is a table, and replaces states; see `extend`."""
   entries, states = stored(recent.replace(experts=(), states=()), platform), cache.states
   cache = cache.replace(states=())

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 
+from jaxpost.distributed.mesh import Layout
 from jaxpost.losses import head_chunk
 from jaxpost.models.config import CustomConfig
 from jaxpost.models.parameters import STATEFUL
@@ -28,7 +29,6 @@ from jaxpost.programs.sampling import Sampling
 from jaxpost.types import MASKED_LOGIT, Array, Cache
 
 if TYPE_CHECKING:
-  from jaxpost.distributed.mesh import Layout
   from jaxpost.matmul import Compute
   from jaxpost.models.model import Model
 
@@ -320,7 +320,7 @@ def decode_block(
     allowed=drawn.allowed,
     experts=experts,
   )
-  return with_first_slots(state, slots, recent, table, compute), block
+  return with_first_slots(state, slots, recent, table, compute=compute, layout=constrain), block
 
 
 def first_slots(state: DecodeState, table: jax.Array | None, rows: int, read: int) -> tuple[DecodeState, Cache]:
@@ -332,12 +332,16 @@ def first_slots(state: DecodeState, table: jax.Array | None, rows: int, read: in
 
 
 def with_first_slots(
-  state: DecodeState, slots: DecodeState, recent: Cache, table: jax.Array | None, compute: Compute
+  state: DecodeState, slots: DecodeState, recent: Cache, table: jax.Array | None, *, compute: Compute, layout: Callable
 ) -> DecodeState:
   """Returns the state with the first slots replaced by `slots`, and `recent` appended to their caches."""
   all_slots = cache_storage.replace_first(state.replace(cache=None), slots)
-  filled = state.positions[: len(slots.positions)]
-  return all_slots.replace(cache=cache_storage.append(state.cache, table, recent, filled, compute.platform))
+  append = functools.partial(cache_storage.append, table=table, platform=compute.platform)
+  args = state.cache, recent, state.positions[: len(slots.positions)]
+  if isinstance(layout, Layout) and layout.batch_shards > 1:  # XLA would gather `recent` for each slot of the loop
+    specs = jax.tree.map(lambda sharding: sharding.spec, slot_shardings(layout)(args))
+    append = jax.shard_map(append, mesh=layout.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
+  return all_slots.replace(cache=append(*args))
 
 
 def draw(

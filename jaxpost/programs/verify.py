@@ -59,7 +59,7 @@ def make_verify(
       model, weights, cache, draft.tokens, slots.positions, compute=compute, layout=layout
     )
     slots, accepted = _accept(draw, weights, slots, draft, hidden)
-    state = generate.with_first_slots(state, slots, recent, table, compute)
+    state = generate.with_first_slots(state, slots, recent, table, compute=compute, layout=layout)
     state, last = decode_one(weights, state, table)
     return state, _join(accepted, last)
 

@@ -48,7 +48,7 @@ def verified(
 def _decodes(compute: Compute, prepared: PreparedStage) -> bool:
   """Returns whether the stage samples by the kernel for single tokens; XLA reads a cache of 8 bits."""
   config, cfg = prepared.inputs.config, prepared.inputs.model.config
-  if not checks.samples(config, prepared.inputs.algorithm) or config.rollout.cache:
+  if not checks.samples(config, prepared.inputs.algorithm):
     return False
   return bool(decode_kernels.compute_of_decoding(compute, cfg, config.rollout).decode_kernel)
 
