@@ -25,12 +25,12 @@ from jaxpost.monitor import start as start_lib
 from jaxpost.programs.compile import TooLargeError
 from jaxpost.stage import assemble, epochs, load_weights, place, precompile, prepare
 from jaxpost.stage import config as config_lib
+from jaxpost.stage.place import PlacedStage
 from jaxpost.storage import object_store, run_lock, seals
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps, is_finished
 
 if TYPE_CHECKING:
-  from jaxpost.stage.place import PlacedStage
   from jaxpost.stage.records import PreparedStage, Source
 
 

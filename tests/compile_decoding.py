@@ -46,9 +46,9 @@ for slots, heads, group, size, values, entries, page, window in CASES:
   table = array(slots, entries // page, dtype='int32') if page else None
   integers = array(slots, dtype='int32'), array(dtype='int32')
 
-  def attend(q, cache, recent, filled, step, sinks, table, window=abs(window), cfg=cfg):
+  def attend(q, cache, recent, filled, step, sinks, table, window=window, cfg=cfg):
     return decode_kernels.cached_attention(
-      q, cache, recent, filled, step, kernel='mosaic', window=window, cfg=cfg, sinks=sinks, table=table
+      q, cache, recent, filled, step, kernel='mosaic', window=abs(window), cfg=cfg, sinks=sinks, table=table
     )
 
   q, sinks = array(slots, 1, heads * group, size), array(heads * group, dtype='float32')

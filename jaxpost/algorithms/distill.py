@@ -23,13 +23,13 @@ import numpy as np
 from jaxpost.algorithms.base import Algorithm, Config, Precompute, expect, learning_rate
 from jaxpost.algorithms.sft import render_text
 from jaxpost.data import tokenizer as tokenizer_lib
+from jaxpost.data.tokenizer import Tokenizer
 from jaxpost.distributed import transfer
 from jaxpost.errors import refuse, refuse_unread
 from jaxpost.losses import divergences
 from jaxpost.types import MASKED_LOGIT, Batch, Credit, Divergence, Experience, Objective
 
 if TYPE_CHECKING:
-  from jaxpost.data.tokenizer import Tokenizer
   from jaxpost.roles import Roles
 
 DistillOptions = Any  # `config.distill`

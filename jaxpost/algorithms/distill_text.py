@@ -9,8 +9,6 @@ distributions of texts. ULD (arXiv:2402.12030) and GOLD (Hugging Face 2025) matc
 Legend: B rows, T tokens, k number of the teacher's most probable tokens that are kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

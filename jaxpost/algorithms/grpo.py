@@ -5,8 +5,6 @@ Legend: N sequences, G samples per prompt, P = N / G prompts, C completion token
 `config.rl` selects the surrogate and the credit; the methods at the end of the file differ in its fields.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

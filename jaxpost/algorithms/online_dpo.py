@@ -7,8 +7,6 @@ by the sum of all rewards, because a preference compares whole answers. A group 
 all equal gives no pair; it is dropped and counted.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ advantages and returns; the policy is trained with the surrogate of `grpo.py`, t
 value of a token is the critic's output at the token before it: the state in which it was sampled.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -22,6 +22,7 @@ from jaxpost.distributed import transfer
 from jaxpost.errors import did_you_mean, refuse
 from jaxpost.losses import pairs as pairs_lib
 from jaxpost.losses import preferences, reduce
+from jaxpost.losses.pairs import Pairs, PreferenceOptions
 from jaxpost.losses.preferences import LOSSES
 from jaxpost.types import Batch, Objective, Outputs
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
   from jaxpost.data.examples import Example
   from jaxpost.data.sources import Rows
   from jaxpost.data.tokenizer import Tokenizer
-  from jaxpost.losses.pairs import Pairs, PreferenceOptions
   from jaxpost.roles import Roles
 
 

@@ -7,8 +7,6 @@ of the completions whose reward `config.rl.correct_by` is at least `config.rl.ke
 of rewards. Each step samples from the current policy, so a step is an iteration of expert iteration.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from jaxpost.algorithms import grpo, rl_checks, sft

@@ -3,8 +3,6 @@
 `rl_fields.py` calls `check_estimator` or `check_features` if one of them is on, and makes all other checks itself.
 """
 
-from __future__ import annotations
-
 from jaxpost.algorithms.base import Config
 from jaxpost.errors import refuse
 from jaxpost.losses import advantages, importance

@@ -3,8 +3,6 @@
 `rl_checks.py` refuses combinations of features that are off by default; `docs/combinations.md` lists refused pairs.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from typing import Any

@@ -6,8 +6,6 @@ the host once a rollout; the surrogate reads them.
 Legend: N sequences, C completion tokens.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -20,10 +20,10 @@ import numpy as np
 
 from jaxpost.data import messages as messages_lib
 from jaxpost.data.examples import Example
+from jaxpost.data.messages import Message, Row
 from jaxpost.errors import InputError, type_of
 
 if TYPE_CHECKING:
-  from jaxpost.data.messages import Message, Row
   from jaxpost.data.tokenizer import Tokenizer
 
 Span = tuple[int, int]  # start and end, in characters

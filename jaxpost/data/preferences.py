@@ -20,10 +20,10 @@ from jaxpost.data import chat
 from jaxpost.data import messages as messages_lib
 from jaxpost.data import prompts as prompts_lib
 from jaxpost.data.examples import Example
+from jaxpost.data.messages import Message, Row
 from jaxpost.errors import InputError, type_of
 
 if TYPE_CHECKING:
-  from jaxpost.data.messages import Message, Row
   from jaxpost.data.sources import Rows
   from jaxpost.data.tokenizer import Tokenizer
 

@@ -17,12 +17,12 @@ import numpy as np
 from jaxpost import types
 from jaxpost.data import loader
 from jaxpost.data import messages as messages_lib
+from jaxpost.data.messages import Message, Row
 from jaxpost.errors import InputError
 
 if TYPE_CHECKING:
   from collections.abc import Callable, Sequence
 
-  from jaxpost.data.messages import Message, Row
   from jaxpost.data.row_views import Chain, Lazy
   from jaxpost.data.sources import Rows
   from jaxpost.data.tokenizer import Tokenizer

@@ -16,10 +16,10 @@ import numpy as np
 
 from jaxpost.data import chat
 from jaxpost.data import tokenizer as tokenizer_lib
+from jaxpost.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
   from jaxpost.data.examples import Example
-  from jaxpost.data.tokenizer import Tokenizer
 
 _BYTE = re.compile(r'<0x([0-9A-F]{2})>')  # SentencePiece's token for a byte of text that has no piece
 

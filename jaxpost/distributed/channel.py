@@ -5,8 +5,6 @@ failed gets its error. All main threads call these functions in the same order (
 exchanges bytes between other threads.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import itertools

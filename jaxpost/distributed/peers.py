@@ -4,8 +4,6 @@ Each process sends a heartbeat to JAX's coordination service every second, with 
 without heartbeats is gone. If an operation takes too long, the watchdog reads from them which process it waits for.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

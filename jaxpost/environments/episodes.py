@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxpost.environments import turns
-from jaxpost.environments.episode import Episode, given_tokens
+from jaxpost.environments.episode import Episode, EpisodeLimits, given_tokens
 from jaxpost.environments.episode_scheduler import EpisodeScheduler
 from jaxpost.errors import InputError
 from jaxpost.losses import turn_advantages
@@ -23,7 +23,6 @@ from jaxpost.types import Prompt, Rollout
 if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
   from jaxpost.environments.by_source import PoolsBySource
-  from jaxpost.environments.episode import EpisodeLimits
   from jaxpost.environments.pool import EnvironmentPool
 
 REWARD_NAME = 'environment'  # name of the reward that get_reward() returns

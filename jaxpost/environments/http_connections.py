@@ -4,8 +4,6 @@ An open connection costs a socket and its buffers, and no thread, so that 1,000 
 time. A request has to be complete within `PATIENCE_S`, and a client that leaves ends its `Call`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib

@@ -1,7 +1,5 @@
 """Translates bodies of OpenAI's API into requests of the engine, and completions into response bodies."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import itertools
@@ -11,19 +9,17 @@ import re
 import time
 import uuid
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from jaxpost.data import messages as messages_lib
 from jaxpost.data import prompts as prompts_lib
 from jaxpost.data import tokenizer as tokenizer_lib
+from jaxpost.data.tokenizer import Tokenizer
 from jaxpost.environments import turns
 from jaxpost.errors import InputError, refuse
 from jaxpost.rollout.sequence import Completion, Request
-
-if TYPE_CHECKING:
-  from jaxpost.data.tokenizer import Tokenizer
 
 _LARGEST = 1e300  # limit of numbers; excludes NaN and infinity, which Python reads although JSON has none
 _KINDS = {int: 'an integer', float: 'a finite number', bool: 'true or false', dict: 'an object'}

@@ -4,8 +4,6 @@ The texts of all events of an answer, joined, are the text of the same answer se
 held back: half a character, and the possible beginning of a stop string.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 

@@ -4,8 +4,6 @@ Programs of several devices that two threads launch at once can deadlock, so an 
 lock that all of them share.
 """
 
-from __future__ import annotations
-
 import collections
 import concurrent.futures
 import contextlib

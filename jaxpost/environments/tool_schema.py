@@ -4,8 +4,6 @@ The tools are the public methods. Their schemas equal those of `transformers.uti
 hints and a docstring in Google style; that library is too slow to import in the process of an environment.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

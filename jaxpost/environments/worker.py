@@ -12,8 +12,6 @@ It exchanges JSON objects with the pool, one per line, on stdin and stdout:
 As in TRL, one instance of the class serves one episode after another. Texts are cut to `max_characters`.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import inspect
 import json

@@ -18,15 +18,14 @@ from etils import epath
 
 from jaxpost.errors import InputError
 from jaxpost.formats import config_json, families, model_folder, safetensors_file, tensor_layout, tensor_reader
-from jaxpost.models.parameters import join, leaf, nest
+from jaxpost.formats.model_folder import Path
+from jaxpost.formats.tensor_layout import Stored
+from jaxpost.models.parameters import Param, join, leaf, nest
 from jaxpost.storage import object_store, seals
 
 if TYPE_CHECKING:
-  from jaxpost.formats.model_folder import Path
-  from jaxpost.formats.tensor_layout import Stored
   from jaxpost.models.config import ModelConfig
   from jaxpost.models.model import Model
-  from jaxpost.models.parameters import Param
 
 # Beginnings of tensor names that only multimodal folders have.
 _MULTIMODAL = ('language_model.', 'model.language_model.', 'visual.')

@@ -21,14 +21,13 @@ from etils import epath
 from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import InputError
 from jaxpost.formats import config_export, families, safetensors_file, tensor_layout
-from jaxpost.models.parameters import flatten, leaf, nest
+from jaxpost.formats.tensor_layout import Stored
+from jaxpost.models.parameters import Param, flatten, leaf, nest
 from jaxpost.storage import object_store, seals
 
 if TYPE_CHECKING:
   from jaxpost.formats.multimodal import Origin
-  from jaxpost.formats.tensor_layout import Stored
   from jaxpost.models.model import Model
-  from jaxpost.models.parameters import Param
 
 _GENERATION = 'generation_config.json'
 _MARK = '- jaxpost'  # a tag in the README.md of every export

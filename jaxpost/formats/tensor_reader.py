@@ -17,11 +17,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpost.distributed.mesh import axes_of
 from jaxpost.distributed.transfer import relabelled
-from jaxpost.models.parameters import input_dims
+from jaxpost.models.parameters import Param, input_dims
 
 if TYPE_CHECKING:
   from jaxpost.formats.tensor_layout import Stored
-  from jaxpost.models.parameters import Param
 
 _PIECE = 16 << 20  # bytes that are read at a time
 

@@ -5,8 +5,6 @@ c and r are the log-ratios of policy to reference, summed over the tokens of the
 chosen and the rejected completion. The losses are in `preferences.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Arguments and results are those of the surrogates in policy_gradient.py: per tok
 r = pi / pi_old; sg is the stop of gradients. `reduce_sequence` is the mean over a sequence, in `vespo` the sum.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

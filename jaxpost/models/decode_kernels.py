@@ -3,8 +3,6 @@
 `decode_triton.py` (NVIDIA GPUs) and `decode_mosaic.py` (TPUs) have the kernels; `decoding.py` calls them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging

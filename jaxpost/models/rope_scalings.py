@@ -5,8 +5,6 @@ Legend: B rows, T tokens, d rotated entries of a head.
 `periods(theta, d)` are those of `rope.py`, [d / 2], in tokens per radian.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -14,8 +14,6 @@ All scores of attention are computed and those of other tokens masked, so the co
 are not longer than k use dense attention and its kernels.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ On a terminal, the last line of the screen shows what is being done before and b
 Elsewhere such a line is printed whenever nothing has been printed for almost five seconds. Imports no JAX.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -3,8 +3,6 @@
 titles.toml has the titles, and curves.toml the metrics by which each algorithm is judged.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import functools
 import itertools

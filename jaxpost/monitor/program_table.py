@@ -1,7 +1,5 @@
 """The table of compiled programs that a run prints and writes to plan.json."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Each start and each resume of a run adds an object to WORKDIR/starts.jsonl, whic
 depends on it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import functools

@@ -4,8 +4,6 @@ A tracker's package is imported only if `config.log.trackers` names it. A tracke
 from then on, with one warning: `metrics.jsonl` has all values.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import logging

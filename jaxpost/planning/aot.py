@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxpost.distributed.mesh import row_shards
+from jaxpost.distributed.mesh import Layout, row_shards
 from jaxpost.hardware import memory
 from jaxpost.losses import head_chunk
 from jaxpost.planning import cost, machines, traffic_bound
@@ -24,7 +24,6 @@ from jaxpost.stage import assemble, load_weights, place, precompile
 from jaxpost.types import Batch, Cache, TrainState
 
 if TYPE_CHECKING:
-  from jaxpost.distributed.mesh import Layout
   from jaxpost.stage.records import PreparedStage
 
 SAMPLING = tuple(x for x in memory.SAMPLING if x != 'reshard')

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from jaxpost.distributed.phases import parse_mesh
-from jaxpost.models.config import CustomConfig
+from jaxpost.models.config import CustomConfig, ModelConfig
 from jaxpost.planning import meshes
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
   from jaxpost.matmul import Compute
-  from jaxpost.models.config import ModelConfig
   from jaxpost.planning import machines
   from jaxpost.stage.batch_shape import BatchShape
   from jaxpost.stage.records import Inputs

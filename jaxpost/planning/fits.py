@@ -20,12 +20,11 @@ from jaxpost.planning import arithmetic, dry_run, machines, meshes, stage
 from jaxpost.planning.machines import Topology
 from jaxpost.planning.tables import gib
 from jaxpost.stage import batch_shape, prepare
-from jaxpost.stage.records import PreparedStage
+from jaxpost.stage.records import Inputs, PreparedStage
 
 if TYPE_CHECKING:
   import rich.table
 
-  from jaxpost.stage.records import Inputs
 
 # The machines of docs/fits.md, as `machines.spell` names them.
 DEVICES = (

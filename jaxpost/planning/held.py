@@ -10,13 +10,13 @@ import jax.numpy as jnp
 
 from jaxpost.hardware import memory as memory_lib
 from jaxpost.models import model as model_lib
+from jaxpost.models.model import Model
 from jaxpost.models.parameters import nest
 from jaxpost.programs import train as programs
 from jaxpost.stage import assemble, critic_weights, frozen_roles, load_weights
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
-  from jaxpost.models.model import Model
   from jaxpost.planning.case import Case
   from jaxpost.stage.records import Inputs
 

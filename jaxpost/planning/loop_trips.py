@@ -4,8 +4,6 @@ XLA annotates some loops with their trip count. For others it follows from the c
 counter's first value and its increment, if these are constants, possibly passed through tuples and fusions.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jaxpost.errors import InputError
 from jaxpost.hardware import memory
 from jaxpost.planning import arithmetic, defaults, meshes, stage
+from jaxpost.planning.defaults import Room
 from jaxpost.planning.tables import gib
 from jaxpost.stage import checks, prepare
 from jaxpost.stage.batch_shape import row_length
 
 if TYPE_CHECKING:
-  from jaxpost.planning.defaults import Room
   from jaxpost.planning.machines import Topology
   from jaxpost.programs.compile import TooLargeError
   from jaxpost.stage.records import PreparedStage

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 from jaxpost.hardware import memory as memory_lib
 from jaxpost.models import decode_kernels, transformer
 from jaxpost.models.parameters import STATEFUL
-from jaxpost.planning.case import FLOAT
+from jaxpost.planning.case import FLOAT, Case
 from jaxpost.rollout import buckets
 from jaxpost.stage import batch_shape, load_weights
 
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
-  from jaxpost.planning.case import Case
   from jaxpost.stage.records import Inputs
 
 

@@ -1,7 +1,5 @@
 """Tables of a plan for the console: memory, time, collectives, and rates of a step."""
 
-from __future__ import annotations
-
 import collections
 from typing import Any
 

@@ -4,8 +4,6 @@ No signal interrupts a computation in C, such as 9 ** 9 ** 9, and the system lim
 process is a fork, made at the first call and again after a kill; calls and results are JSON lines.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ A spec is a name of this table, 'pkg.module:fn', './file.py:fn', a function writ
 a callable. All but a callable accept options: 'name?key=value&key=value' (options.py).
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 Legend: G completions of one prompt.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 from collections.abc import Sequence

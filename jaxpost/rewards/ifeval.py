@@ -5,8 +5,6 @@ are not in CHECKS, give no verdict. Words and sentences are split by simple rule
 some prompts may differ from that of the paper's program.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -10,8 +10,6 @@ sign. The object is
   a reward function, to which the options are bound as keyword arguments.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

@@ -13,8 +13,6 @@ It exchanges JSON objects with the pool, one per line, on stdin and stdout:
        or {'error': text}; for each function in order, until the first error
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler

@@ -5,8 +5,6 @@ replaced by newly sampled ones. The reward `rl.correct_by` decides, not the sum 
 otherwise groups that differ only in a length penalty would be trained on.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 

@@ -7,8 +7,6 @@ the weights of `rl.importance`, correct for its age as they do for staleness.
 Legend: P prompts (groups), G samples a prompt, N = P * G sequences, C completion tokens.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 

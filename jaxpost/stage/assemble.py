@@ -19,20 +19,20 @@ from jaxpost.distributed import coordination, watchdog
 from jaxpost.loop import Stage
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import CustomConfig
+from jaxpost.models.model import Model
 from jaxpost.monitor import program_table
 from jaxpost.programs import train as programs
 from jaxpost.programs.compile import TooLargeError
 from jaxpost.roles import Frozen, Policy, Roles, Trainable
 from jaxpost.stage import checks, load_weights, optim, precompile
 from jaxpost.storage.checkpoint import Checkpointer
-from jaxpost.types import Item, Update
+from jaxpost.types import Credit, Experience, Item, Update
 
 if TYPE_CHECKING:
   import optax
 
   from jaxpost.algorithms.base import Algorithm
   from jaxpost.hardware.memory import Memory
-  from jaxpost.models.model import Model
   from jaxpost.monitor.host_health import HostHealth
   from jaxpost.monitor.metrics import MetricsWriter
   from jaxpost.rl.controller import Controller
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
   from jaxpost.stage.evaluate import Evaluator
   from jaxpost.stage.place import PlacedStage
   from jaxpost.stage.records import Inputs
-  from jaxpost.types import Credit, Experience
 
 
 def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter, params: dict) -> Stage:

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxpost.models import model as model_lib
+from jaxpost.models.model import Model
 from jaxpost.models.parameters import join, leaf, nest
 from jaxpost.stage import load_weights
 
 if TYPE_CHECKING:
   from etils import epath
 
-  from jaxpost.models.model import Model
   from jaxpost.stage.place import PlacedStage
   from jaxpost.stage.records import Inputs
 

@@ -11,11 +11,11 @@ from jaxpost.data import packing
 from jaxpost.stage import checks
 from jaxpost.stage import config as config_lib
 from jaxpost.stage.batch_shape import row_length
+from jaxpost.stage.config import Config
 
 if TYPE_CHECKING:
   from etils import epath
 
-  from jaxpost.stage.config import Config
   from jaxpost.stage.records import Data, Inputs, PreparedStage
 
 _SAMPLED = 256  # documents of a source that are measured if none have been read yet

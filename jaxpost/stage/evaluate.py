@@ -22,7 +22,7 @@ from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import InputError, refuse
 from jaxpost.programs import score
 from jaxpost.stage.algorithms import ALGORITHMS
-from jaxpost.types import Batch, Outputs
+from jaxpost.types import Batch, Outputs, Prompt, Rollout
 
 if TYPE_CHECKING:
   from jaxpost.algorithms.base import Algorithm
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
   from jaxpost.rollout.sampler import Sampler
   from jaxpost.stage.config import Config
   from jaxpost.stage.place import PlacedStage
-  from jaxpost.types import Prompt, Rollout
 
 
 @dataclasses.dataclass

@@ -4,8 +4,6 @@
 wrong section, and names of TRL, verl and Hugging Face, as `unknown_value` does for values; field_names.toml lists both.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import pathlib

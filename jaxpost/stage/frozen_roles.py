@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxpost.distributed import coordination, transfer
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
+from jaxpost.models.model import Model
 from jaxpost.models.parameters import join
 from jaxpost.programs import score, weight_files
 from jaxpost.roles import Frozen, place
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
   from jaxpost.algorithms.base import Precompute
   from jaxpost.distributed.mesh import Layout
   from jaxpost.models.config import ModelConfig
-  from jaxpost.models.model import Model
   from jaxpost.programs.compile import Ledger, Program
   from jaxpost.stage.place import PlacedStage
   from jaxpost.stage.precompute import Run

@@ -1,7 +1,5 @@
 """Makes the JSON schema of a config, docs/config_schema.json, for editors of YAML and JSON configs."""
 
-from __future__ import annotations
-
 import dataclasses
 import typing
 from typing import Any

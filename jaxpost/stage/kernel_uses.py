@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from jaxpost.distributed.mesh import row_shards
+from jaxpost.distributed.mesh import Layout, row_shards
 from jaxpost.hardware import kernel_check
 from jaxpost.hardware.kernel_check import KernelUse
 from jaxpost.models import attention_kernels, decode_kernels
@@ -14,7 +14,6 @@ from jaxpost.stage import checks
 from jaxpost.stage.batch_shape import row_length
 
 if TYPE_CHECKING:
-  from jaxpost.distributed.mesh import Layout
   from jaxpost.matmul import Compute
   from jaxpost.stage.place import PlacedStage
   from jaxpost.stage.records import PreparedStage

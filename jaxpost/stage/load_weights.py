@@ -18,17 +18,16 @@ from etils import epath
 
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
+from jaxpost.models.model import Model
 from jaxpost.models.parameters import flatten, join, nest
 from jaxpost.programs import train as programs
 from jaxpost.programs.compile import Ledger
-from jaxpost.stage.records import Source
+from jaxpost.stage.records import Inputs, Source
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
-  from jaxpost.models.model import Model
-  from jaxpost.stage.records import Inputs
 
 
 def load(

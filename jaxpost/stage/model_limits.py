@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 
 from jaxpost.errors import refuse
 from jaxpost.models import rope
-from jaxpost.models.config import CustomConfig
+from jaxpost.models.config import CustomConfig, ModelConfig
 from jaxpost.stage.batch_shape import row_length
 
 if TYPE_CHECKING:
   from jaxpost.algorithms.base import Algorithm
-  from jaxpost.models.config import ModelConfig
   from jaxpost.stage.config import Config
   from jaxpost.stage.records import Source
 

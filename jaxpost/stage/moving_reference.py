@@ -19,11 +19,10 @@ import optax
 from jaxpost.errors import refuse
 from jaxpost.models.parameters import join
 from jaxpost.programs import loss_scale
-from jaxpost.roles import Frozen
+from jaxpost.roles import Frozen, Policy
 
 if TYPE_CHECKING:
   from jaxpost.algorithms.base import Algorithm
-  from jaxpost.roles import Policy
   from jaxpost.stage.config import Config
 
 

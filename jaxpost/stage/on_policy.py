@@ -18,14 +18,13 @@ from jaxpost.rl.reward_metrics import REWARD_MODEL
 from jaxpost.rollout.native import NativeEngine
 from jaxpost.rollout.sampler import Sampler
 from jaxpost.stage import batch_shape, sampling_inputs
-from jaxpost.types import RowShape
+from jaxpost.types import Prompt, RowShape
 
 if TYPE_CHECKING:
   from jaxpost.environments.episodes import Episodes
   from jaxpost.roles import Roles
   from jaxpost.stage.evaluate import SampledEval
   from jaxpost.stage.place import PlacedStage
-  from jaxpost.types import Prompt
 
 _TRAINING, _EVALUATION = 1, 2  # purposes of keys, see `run_key`
 

@@ -17,9 +17,12 @@ from jaxpost.algorithms.base import Algorithm
 from jaxpost.data import loader, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.data.examples import Documents, warn_unseen, warn_without_stop
+from jaxpost.data.sources import Rows
+from jaxpost.data.tokenizer import Tokenizer
 from jaxpost.errors import InputError, did_you_mean, refuse
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import CustomConfig, ModelConfig
+from jaxpost.models.model import Model
 from jaxpost.stage import checks, epochs
 from jaxpost.stage import config as config_lib
 from jaxpost.stage.algorithms import load_algorithm
@@ -29,9 +32,6 @@ from jaxpost.stage.records import Data, HeldOutData, Inputs, PreparedStage, Sour
 
 if TYPE_CHECKING:
   from jaxpost.data.row_views import Chain
-  from jaxpost.data.sources import Rows
-  from jaxpost.data.tokenizer import Tokenizer
-  from jaxpost.models.model import Model
   from jaxpost.stage.schema import ModelSection
   from jaxpost.types import Batch
 

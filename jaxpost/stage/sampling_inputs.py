@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxpost.data import sources
+from jaxpost.data.sources import Rows
 from jaxpost.distributed import coordination
 from jaxpost.errors import refuse
 from jaxpost.rewards import builtin
@@ -20,17 +21,15 @@ from jaxpost.rl.reward_metrics import REWARD_MODEL
 from jaxpost.rollout import sampler_config
 from jaxpost.stage import checks, epochs
 from jaxpost.stage.batch_shape import row_length
-from jaxpost.stage.records import PreparedStage, Workers
+from jaxpost.stage.records import Inputs, PreparedStage, Workers
 from jaxpost.types import Batch
 
 if TYPE_CHECKING:
   from jaxpost.data.prompts import PromptStream
-  from jaxpost.data.sources import Rows
   from jaxpost.models.model import Model
   from jaxpost.rewards.pool import RewardPool
   from jaxpost.stage.config import Config
   from jaxpost.stage.place import PlacedStage
-  from jaxpost.stage.records import Inputs
 
 
 def prepare(

@@ -3,8 +3,6 @@
 These are SFT, preferences, reward models and distillation. The config is in `schema.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Config sections of on-policy methods: sampling, RL, critic, rewards, environments. The config is in `schema.py`."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from jaxpost.stage.schema_methods import option

@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING
 from etils import epath
 
 from jaxpost.data import tokenizer as tokenizer_lib
+from jaxpost.data.tokenizer import Tokenizer
 from jaxpost.distributed import coordination
 from jaxpost.errors import InputError, refuse
 from jaxpost.models import decoder_configs
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics, start
 from jaxpost.stage import config as config_lib
+from jaxpost.stage.config import Config
 from jaxpost.stage.records import Source
 from jaxpost.storage import manifest, object_store, seals
 from jaxpost.storage.checkpoint import Checkpointer
 
 if TYPE_CHECKING:
-  from jaxpost.data.tokenizer import Tokenizer
-  from jaxpost.stage.config import Config
   from jaxpost.stage.schema import ModelSection
 
 _STAGE = 'stage:'

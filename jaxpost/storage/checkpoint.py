@@ -17,8 +17,6 @@ of a restore, so a change of their library does not matter.
 All processes make the same calls in the same order; process 0 decides for all.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

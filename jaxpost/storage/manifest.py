@@ -5,8 +5,6 @@ without one is unfinished, and a step whose files differ from it is damaged. Its
 (`seals.dumps`). The arrays of a state (a pytree) are saved by name: 'params/embed'.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterable

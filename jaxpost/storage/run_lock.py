@@ -5,8 +5,6 @@ the holder, its pid and start time show whether it is alive. From another machin
 while it is watched. No clocks are compared.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

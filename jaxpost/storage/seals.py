@@ -5,8 +5,6 @@ the beginning of a file that grows. The first line of checksums.json is the crc3
 listed, and folders without checksums.json, are not checked.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """The chat template that the flags of a command choose, over that of the weights."""
 
-from __future__ import annotations
-
 from jaxpost.data import messages
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.data.tokenizer import Tokenizer

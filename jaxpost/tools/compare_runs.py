@@ -4,8 +4,6 @@ Random draws depend only on the seed, the step, the prompt and the index of the 
 field share prompts and random numbers. Their rewards are compared in pairs, which removes the variance between prompts.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Examines this machine for a run (versions, devices, memory, kernels, disk), and says how to fix each problem."""
 
-from __future__ import annotations
-
 import dataclasses
 import glob
 import importlib.util

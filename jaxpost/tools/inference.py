@@ -45,11 +45,10 @@ from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps
 from jaxpost.tools import best_step, chosen_template
 from jaxpost.tools.working import working
-from jaxpost.types import TrainState
+from jaxpost.types import Batch, TrainState
 
 if TYPE_CHECKING:
   from jaxpost.algorithms.base import Algorithm
-  from jaxpost.types import Batch
 
 
 def to_stderr(line: str) -> None:

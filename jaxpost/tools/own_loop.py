@@ -12,11 +12,11 @@ from jaxpost import imports, stages
 from jaxpost.errors import InputError
 from jaxpost.stage import assemble, place, prepare
 from jaxpost.stage import config as config_lib
+from jaxpost.stage.assemble import DataStream
 
 if TYPE_CHECKING:
   from jaxpost.rl.controller import Controller
   from jaxpost.roles import Policy
-  from jaxpost.stage.assemble import DataStream
 
 
 def policy_and_stream(config: Any, choose_mesh: Callable | None = None) -> tuple[Policy, DataStream | Controller]:

@@ -5,8 +5,6 @@ Only short fields of an episode are kept in memory; its texts are read from the 
 reads each file once and parses few lines. Answers to the last few queries are cached, so their next pages cost nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -7,8 +7,6 @@ in JSON; in a file, the page contains these answers. Tokens are colored by the s
 Legend: C tokens of a completion.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import http.server
@@ -16,12 +14,13 @@ import json
 import math
 import pathlib
 import urllib.parse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from etils import epath
 
 from jaxpost.data import tokenizer as tokenizer_lib
+from jaxpost.data.tokenizer import Tokenizer
 from jaxpost.errors import InputError
 from jaxpost.monitor.metrics import plain
 from jaxpost.rollout import rollout_files
@@ -29,9 +28,6 @@ from jaxpost.stage import algorithms, checks
 from jaxpost.stage import config as config_lib
 from jaxpost.storage import object_store
 from jaxpost.tools.rollout_index import PAGE, Index, Query
-
-if TYPE_CHECKING:
-  from jaxpost.data.tokenizer import Tokenizer
 
 _PAGE_FILE = pathlib.Path(__file__).with_name('view.html')
 _MAX_PAGE = 500

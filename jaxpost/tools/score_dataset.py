@@ -28,11 +28,11 @@ from jaxpost.stage import checks
 from jaxpost.stage.evaluate import pass_metrics
 from jaxpost.storage import object_store
 from jaxpost.tools import completion_files, completions
+from jaxpost.tools.completions import Draws
 from jaxpost.tools.working import working
 
 if TYPE_CHECKING:
   from jaxpost.stage.records import Inputs
-  from jaxpost.tools.completions import Draws
   from jaxpost.tools.inference import Weights
   from jaxpost.types import Prompt
 

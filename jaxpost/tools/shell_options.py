@@ -1,7 +1,5 @@
 """Reads the options of commands in a shell script and expands its variables, without running anything."""
 
-from __future__ import annotations
-
 import ast
 import io
 import itertools

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxpost.errors import InputError, did_you_mean
 from jaxpost.tools import choices, completions, score_dataset
+from jaxpost.tools.completions import Draws
 from jaxpost.tools.working import working
 
 if TYPE_CHECKING:
-  from jaxpost.tools.completions import Draws
   from jaxpost.tools.inference import Weights
 
 

@@ -4,8 +4,6 @@ The arguments of a call are {'prompts', 'completions', 'completion_ids', column:
 completion. A function receives those that it names in its signature, or all of them if it takes **columns.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import functools

@@ -5,8 +5,6 @@ with their names, so that a row whose tests cannot be judged is known before any
 defines nor imports, and that are no builtins, are the solution's.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import dataclasses

@@ -6,8 +6,6 @@ executes neither the test nor anything that the solution sends.
 Everything is bounded: the length and depth of an answer, the steps and the time of a test, the size of its values.
 """
 
-from __future__ import annotations
-
 import ast
 import collections
 import dataclasses

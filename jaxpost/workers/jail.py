@@ -16,8 +16,6 @@ privileges in it, filters its system calls, and kills every process that the pro
 write to the pipe to sandbox.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

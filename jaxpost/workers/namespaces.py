@@ -12,8 +12,6 @@ function as process 1 inside them. Consequences for the function and its childre
 Needs Linux 5.12 or newer (mount_setattr), and a kernel that lets unprivileged users create user namespaces.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

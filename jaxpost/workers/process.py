@@ -4,8 +4,6 @@ Each `Worker` is used by one thread. No operation blocks forever: every read and
 output that the user's code prints is drained at the same time, so that a full pipe cannot stall the worker.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

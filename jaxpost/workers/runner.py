@@ -18,8 +18,6 @@ an answer is only a value, the expected value and the test never enter this proc
 (workers/dialog.py) reads an answer as plain data. Imports the standard library only.
 """
 
-from __future__ import annotations
-
 import collections.abc
 import json
 import sys

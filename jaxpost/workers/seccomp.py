@@ -9,8 +9,6 @@ IP, in a network that has no interface.
 seccomp(2), Documentation/userspace-api/seccomp_filter.rst.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import functools

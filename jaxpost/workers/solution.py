@@ -4,8 +4,6 @@ An answer is JSON, which `runner.decode` turns into plain values. An object of a
 process and is a `values.Handle` here; its attributes and the results of its calls are further requests.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

@@ -9,8 +9,6 @@ killed. A control group, where one can be made (cgroups(7)), also bounds what th
 memory, and the buffers of pipes and sockets. Linux only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pathlib

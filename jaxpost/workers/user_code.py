@@ -3,8 +3,6 @@
 `call.py` uses them in a worker process; `process.py` and the pools use them in the process that owns the workers.
 """
 
-from __future__ import annotations
-
 import os
 import sysconfig
 import traceback

@@ -12,10 +12,10 @@ import jax
 from jaxpost.hardware import chips, gpu_options, kernel_check, layer_check, memory_rate, probe
 from jaxpost.matmul import Compute, compute_for
 from jaxpost.models import attention_kernels, presets
+from jaxpost.models.attention_kernels import AttentionShape
 from jaxpost.monitor import start
 
 if TYPE_CHECKING:
-  from jaxpost.models.attention_kernels import AttentionShape
   from jaxpost.models.config import ModelConfig
 
 _PACKAGES = ('jax', 'jaxlib', 'libtpu', 'flax', 'optax', 'numpy')

@@ -15,11 +15,11 @@ from jaxpost.rl import batching
 from jaxpost.rollout.sequence import ActiveSequence, Request
 from jaxpost.stage import assemble, on_policy
 from jaxpost.tools.accelerator import chip, workload
+from jaxpost.tools.accelerator.workload import Running
 from jaxpost.tools.bench import decode_bytes
 
 if TYPE_CHECKING:
   from jaxpost.rollout.native import NativeEngine
-  from jaxpost.tools.accelerator.workload import Running
 
 _ROUNDS = 5
 

@@ -1,7 +1,5 @@
 """The measurements of `launch.bench accelerator`, most important first."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 from typing import Any

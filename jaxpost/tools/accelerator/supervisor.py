@@ -3,8 +3,6 @@
 It imports no JAX: a device that hangs or a compiler that aborts ends the worker, not the measurement.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

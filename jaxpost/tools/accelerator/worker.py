@@ -4,8 +4,6 @@ Writes to a pipe {"begin": row} before each row and its line after it. After an 
 error of the row, the next row runs.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import math

@@ -28,13 +28,13 @@ from jaxpost.planning import aot, defaults, machines, roofline
 from jaxpost.rewards.pool import RewardPool
 from jaxpost.stage import assemble, load_weights, place, prepare
 from jaxpost.stage import config as config_lib
+from jaxpost.stage.place import PlacedStage
 from jaxpost.stage.records import PreparedStage, Source, Workers
 from jaxpost.tools import bench
 
 if TYPE_CHECKING:
   from jaxpost.loop import Stage
   from jaxpost.models.config import ModelConfig
-  from jaxpost.stage.place import PlacedStage
 
 _DOCUMENTS = 512
 _SAMPLES = 10  # largest operations of a profile that are reported
