@@ -150,13 +150,13 @@ class Entry:
 
 
 ENTRIES = (
-  Entry('grpo.py alone', (GRPO,), (8, 1_600, 2), (8, 1_467, 3)),
-  Entry('reading path: loop, controller, grpo', (LOOP, CONTROLLER, GRPO), (25, 5_000, 6), (21, 3_442, 6)),
-  Entry('core: with the native sampler', (LOOP, CONTROLLER, GRPO, NATIVE), (55, 10_000, 9), (43, 7_830, 6)),
+  Entry('grpo.py alone', (GRPO,), (8, 1_600, 2), (8, 1_463, 3)),
+  Entry('reading path: loop, controller, grpo', (LOOP, CONTROLLER, GRPO), (25, 5_000, 6), (21, 3_430, 6)),
+  Entry('core: with the native sampler', (LOOP, CONTROLLER, GRPO, NATIVE), (55, 10_000, 9), (43, 7_810, 6)),
   Entry(
-    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (60, 11_776, 7), lazy=False
+    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (60, 11_704, 7), lazy=False
   ),
-  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (112, 21_348, 10)),
+  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (112, 21_248, 10)),
   # Modules of other algorithms do not count, as a run has one algorithm. The aim is what was measured when this entry
   # was added. The limit was raised once, by 290 lines and 3 modules, for fixes of defects: the new modules keep code
   # that few runs need out of the entries above.
@@ -164,7 +164,7 @@ ENTRIES = (
     '... with all that options select',
     (GRPO, 'launch.train'),
     (255, 40_910, 18),
-    (248, 40_812, 20),
+    (243, 40_763, 20),
     options=('jaxpost.algorithms',),
   ),
 )
