@@ -68,21 +68,22 @@ def entries_multiple(compute: Compute, cfg: ModelConfig | CustomConfig) -> int:
   return 128 if any(size % 128 for _, sizes in cfg.layer_caches for size in sizes) else 8
 
 
-def compute_of_engine(compute: Compute, cfg: ModelConfig, slots: int, tensor: int, **lengths: int) -> Compute:
+def compute_of_engine(
+  compute: Compute, cfg: ModelConfig, slots: int, tensor: int, *, entries: int, page_size: int, block: int
+) -> Compute:
   """Returns `compute`, without the kernel if memories of a TPU core do not hold what it needs, which is logged.
 
   Args:
-    slots: of a device. tensor: devices that split the heads. lengths: see `decode_mosaic.refusal`.
+    slots: of a device. tensor: devices that split the heads. The others: see `decode_mosaic.refusal`.
   """
   if compute.decode_kernel != 'mosaic':
     return compute
-  reasons = [
-    module('mosaic').refusal(slots, heads // tensor if heads % tensor == 0 else heads, sizes, **lengths)
-    for heads, sizes in set(cfg.layer_caches)
-  ]
-  for reason in filter(None, reasons):
-    logging.warning('the decoding kernel does not support %s; XLA decodes', reason)
-    return dataclasses.replace(compute, decode_kernel='')
+  lengths = dict(entries=entries, page_size=page_size, block=block)
+  for heads, sizes in set(cfg.layer_caches):
+    local_heads = heads // tensor if heads % tensor == 0 else heads
+    if reason := module('mosaic').refusal(slots, local_heads, sizes, **lengths):
+      logging.warning('the decoding kernel does not support %s; XLA decodes', reason)
+      return dataclasses.replace(compute, decode_kernel='')
   return compute
 
 

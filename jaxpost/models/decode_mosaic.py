@@ -102,7 +102,7 @@ def attend(
     out_shape=jax.ShapeDtypeStruct((*q.shape[:3], sizes[1]), cache[1].dtype),
     compiler_params=pltpu.CompilerParams(dimension_semantics=('parallel', 'arbitrary')),
     interpret=interpret,
-    name=f'decode_{window}_{chunk}' + '_pages' * (table is not None),  # `planning.kernels` reads it
+    name=f'decode_{window}_{chunk}{"" if table is None else "_pages"}',  # `planning.kernels` reads it
   )(items, q, list(arrays), list(recent), sinks)
 
 
@@ -115,7 +115,7 @@ def refusal(slots: int, heads: int, sizes: Sequence[int], *, entries: int, page_
   """
   items = slots * pl.cdiv(entries, _entries_of_chunk(heads, sizes))
   if 4 * (3 * items + (slots * entries // page_size if page_size else 0)) > _SCALAR_BYTES:
-    return f'{slots} slots of {entries} entries' + f' in pages of {page_size}' * bool(page_size)
+    return f'{slots} slots of {entries} entries' + (f' in pages of {page_size}' if page_size else '')
   return f'blocks of {block} tokens' if 2 * heads * sum(sizes) * block > _BLOCK_BYTES else ''
 
 

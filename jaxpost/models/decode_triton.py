@@ -137,8 +137,7 @@ def attend(
     cache: keys [S, K, N, h] and values [S, K, N, hv], of which the first `filled` [S] are valid; it may have more
       slots, which are not read. With a table, pages [., K, p, h] and [., K, p, hv].
     recent: keys [S, K, T, h] and values [S, K, T, hv] of the next tokens, of which the first `step` + 1 are valid.
-    sinks: [K, G], or None.
-    table: [S, n] int32, pages of each slot, or None.
+    sinks: [K, G], or None. table: [S, n] int32, pages of each slot, or None.
     interpret: run it on the CPU, for tests.
 
   Returns:
@@ -158,9 +157,8 @@ def attend(
     (recent[1], (None, None, new, wide_v), lambda h, s, i: (s, h, 0, 0)),
     (filled.astype(jnp.int32), (slots,), lambda h, s, i: (0,)),
     (jnp.reshape(step, (1,)).astype(jnp.int32), (1,), lambda h, s, i: (0,)),
+    *([] if table is None else [(table.astype(jnp.int32), table.shape, lambda h, s, i: (0, 0))]),
   ]
-  if table is not None:
-    arrays.append((table.astype(jnp.int32), table.shape, lambda h, s, i: (0, 0)))
   stages = _STAGES if max(wide, wide_v) <= _WIDE else _WIDE_STAGES
   out, lse2 = pl.pallas_call(
     functools.partial(_kernel, sizes=(group, size, values), parts=parts, window=window, cfg=cfg),
@@ -176,7 +174,7 @@ def attend(
     ],
     compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=stages),
     interpret=interpret,
-    name=f'decode_{window}' + '_pages' * (table is not None),  # `planning.kernels` reads it
+    name=f'decode_{window}{"" if table is None else "_pages"}',  # `planning.kernels` reads it
   )(*(x for x, *_ in arrays))
   return _merged(out, lse2, sinks).astype(cache[1].dtype)
 
