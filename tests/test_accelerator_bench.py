@@ -174,7 +174,7 @@ def test_kernels_are_checked_for_each_size_of_heads_and_for_branches(monkeypatch
   expected |= {'tiny_gemma4 heads of 32 decode', 'tiny_gemma4 heads of 48 decode', 'qwen3_5_0_8b recurrence'}
   assert expected <= row['errors'].keys() | row['refused'].keys()
   uses = [(shape.head_dim, shape.branches, kernel) for kernel, shape, _ in checked]
-  assert {(48, False, 'triton'), (48, True, 'triton'), (48, False, 'decode')} <= set(uses)
+  assert {(48, False, 'triton'), (48, True, 'triton'), (48, False, 'decode_triton')} <= set(uses)
   branched = [branches for _, branches, _ in uses]
   assert branched == sorted(branched)  # plain rows first, because the time is limited
 

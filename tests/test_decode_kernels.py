@@ -98,7 +98,7 @@ def test_unused_memory_may_have_nan(kernel):
 
 @pytest.mark.parametrize('layer', ['plain', 'all'])
 @pytest.mark.parametrize('shape', SHAPES)
-@pytest.mark.parametrize('kernel, page', [*itertools.product(MODULES, (16, 64, 320)), ('mosaic', 1024)])
+@pytest.mark.parametrize('kernel, page', [*itertools.product(MODULES, (32, 320)), ('triton', 16), ('mosaic', 1024)])
 def test_kernels_read_pages(kernel, shape, layer, page):
   """Pages are in any order, smaller and larger than a chunk; those of no slot have NaN."""
   room = 640 if page < 1024 else 2048
@@ -220,9 +220,9 @@ def checked_anew(monkeypatch, tmp_path):
   kernel_check.trusted.cache_clear()
 
 
-@pytest.mark.parametrize('kernel, attention', [('triton', 'auto'), ('triton', 'triton'), ('mosaic', 'auto')])
+@pytest.mark.parametrize('kernel, attention', [('triton', 'triton'), ('mosaic', 'auto')])
 def test_kernels_with_wrong_results_are_not_used(monkeypatch, checked_anew, caplog, kernel, attention):
-  """Also with `attention: triton`, which names no decoding kernel. Without a model that samples, no check runs."""
+  """`attention: triton` names no decoding kernel, so this is no error. Without a model that samples, no check runs."""
   module, calls = MODULES[kernel], []
   attend, rotate = module.attend, decode_triton.rotate_and_write
 
@@ -306,19 +306,18 @@ def main():
   inputs = draw(8, 1, 4, 16), cache, recent, jnp.arange(8) * 5, jnp.int32(2)
   for kernel, module in MODULES.items():
     module.attend = functools.partial(module.attend, interpret=True)
-    for text in 'data=4,tensor=2', 'data=2,tensor=4':
-      for sinks in (None, draw(4)):
-        options = dict(window=0, cfg=cfg, sinks=sinks)
-        layout = make_layout(text, 'rollout', '--mesh')
-        run = functools.partial(decode_kernels.cached_attention, kernel=kernel, layout=layout, **options)
-        expected = decoding.cached_attention(*inputs, compute=tiny.EXACT, **options)
-        out[f'{kernel} {text} {sinks is not None}'] = tiny.difference(jax.jit(run)(*inputs), expected)
+    for text, sinks in ('data=2,tensor=2', draw(4)), ('tensor=4', None):
+      options = dict(window=0, cfg=cfg, sinks=sinks)
+      layout = make_layout(text, 'rollout', '--mesh')
+      run = functools.partial(decode_kernels.cached_attention, kernel=kernel, layout=layout, **options)
+      expected = decoding.cached_attention(*inputs, compute=tiny.EXACT, **options)
+      out[f'{kernel} {text}'] = tiny.difference(jax.jit(run)(*inputs), expected)
   print(json.dumps(out))
 
 
 def test_kernels_on_meshes_equal_xla():
-  errors = children.printed(__file__, devices=8)
-  assert len(errors) == 8
+  errors = children.printed(__file__, devices=4)
+  assert len(errors) == 4
   assert {k: x for k, x in errors.items() if not x <= 1e-5} == {}
 
 

@@ -196,7 +196,8 @@ def test_cache_prefill_and_sampler_have_exact_sizes():
   # of 3,072, and four arrays of 1,024.
   layer = 16384 * (2 * 16 * 128 + 2 * 8 * 128 + 3 * 3072 + 4 * 1024) * 2
   assert result['logits'] + result['prefill'] == layer > result['logits'] == 2 * 256 * 151936 * 4
-  paged = estimate(inputs(grpo_gsm8k, **{'rollout.page_size': 64}))
+  assert not estimate(inputs(grpo_gsm8k, **{'rollout.page_size': 64})).sampling['copied']
+  paged = estimate(inputs(grpo_gsm8k, **{'rollout.page_size': 8}))  # too small for the kernel
   assert paged.sampling['copied'] == 256 * 512 * token  # XLA reads 512 entries of 864, and copies them
   on_tpus = estimate(stage_inputs, 'v6e-8', ONE_DEVICE | dict(fsdp=8), ONE_DEVICE | dict(data=8))
   assert on_tpus.sampling['copied'] == 256 / 8 * 3 * 32 * token  # XLA for TPU copies the 32 entries of a block only
