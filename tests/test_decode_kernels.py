@@ -25,7 +25,8 @@ from jaxpost.rollout.sampler_config import SamplerConfig
 from jaxpost.types import Cache
 
 MODULES = dict(triton=decode_triton, mosaic=decode_mosaic)
-# With 530 entries, windows begin in the chunk before. The last slot is idle: its count goes on past the room.
+# Windows of the slot with 530 entries begin in its first chunk, of 512. The count of the last slot, which is idle, goes
+# on past the room.
 FILLED = [0, 1, 65, 530, 599, 1000]
 ROOM, BLOCK, STEP = 600, 8, 5
 SHAPES = {'groups': (4, 2, 64, 64), 'latent': (2, 2, 96, 64), 'wide': (6, 2, 128, 128)}  # H, K, h, hv
