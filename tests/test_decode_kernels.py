@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import pathlib
 import types
 
 import children
@@ -256,6 +257,16 @@ def test_kernels_with_wrong_results_are_not_used(monkeypatch, checked_anew, capl
   assert key.startswith(f'decode_{kernel} ')
   calls.clear()
   assert kernel_check.verify(compute, []) == compute and not calls
+
+
+def test_checks_are_repeated_when_a_kernel_changes(monkeypatch):
+  """The key of a remembered check depends on the code of every kernel and of what the kernels share."""
+  read, files = pathlib.Path.read_bytes, set()
+  monkeypatch.setattr(pathlib.Path, 'read_bytes', lambda path: files.add(path.name) or read(path))
+  kernel_check._key('decode_mosaic', 'bfloat16', ())
+  models = pathlib.Path(decode_kernels.__file__).parent
+  kernels = {file.name for name in ('*_triton.py', '*_mosaic.py', '*_kernels.py') for file in models.glob(name)}
+  assert {*kernels, 'grouped.py', 'decoding.py', 'attention_xla.py', 'kernel_check.py', 'layer_check.py'} <= files
 
 
 def test_kernels_decode_models_and_caches_that_they_support():

@@ -154,7 +154,7 @@ def _key(name: str, dtype: str, work: tuple) -> str:
   device = jax.local_devices()[0]
   code = zlib.crc32(device.client.platform_version.encode())
   models, checks = pathlib.Path(attention_kernels.__file__).parent, pathlib.Path(__file__).parent
-  patterns = 'attention_*.py', '*_triton.py', 'recurrence*.py'
+  patterns = 'attention_*.py', 'decod*.py', 'grouped*.py', 'recurrence*.py'
   for file in sorted({*checks.glob('*_check.py'), *(file for pattern in patterns for file in models.glob(pattern))}):
     code = zlib.crc32(file.read_bytes(), code)
   return ' '.join(map(str, (name, dtype, *work, jax.__version__, device.device_kind, code)))
