@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxpost.distributed.mesh import AXES, Layout
 from jaxpost.hardware import kernel_check, probe
 from jaxpost.matmul import compute_for
 from jaxpost.models import attention_triton, decode_kernels, decode_mosaic, decode_triton, decoding, parameters
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import Rope
+from jaxpost.programs import generate
 from jaxpost.rollout.sampler_config import SamplerConfig
 from jaxpost.types import Cache
 
@@ -73,6 +75,12 @@ def difference(actual, expected, window):
   if window:  # In an idle slot XLA's window starts from the count, which is past all entries.
     actual, expected = actual[:-1], expected[:-1]
   return tiny.largest(actual - expected) / tiny.largest(expected)
+
+
+def abstract_mesh(data, tensor):
+  sizes = {'data': data, 'tensor': tensor}
+  shape = tuple(sizes.get(axis, 1) for axis in AXES)
+  return jax.sharding.AbstractMesh(shape, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
 
 
 @pytest.mark.parametrize('layer', LAYERS)
@@ -302,6 +310,23 @@ def test_mosaic_leaves_to_xla_what_its_memories_do_not_hold(caplog):
   )
   assert not used(256, 131_072) and not used(256, 16384, 16) and not used(256, 4096, block=2048)
   assert 'does not support 256 slots of 16384 entries in pages of 16; XLA decodes' in caplog.text
+
+
+def test_a_mesh_that_splits_the_slots_decodes_all_of_them():
+  """A device would append the entries of other slots than it has."""
+  entries = jnp.zeros((4, 2, 8, 8))
+  of_slots = dict(positions=jnp.zeros(4, int), counts=jnp.zeros(4, int), active=jnp.ones(4, bool))
+  state = generate.DecodeState(Cache((entries,), (entries,)), jnp.zeros((4, 8)), sampling=(), keys=(), **of_slots)
+  slots = jax.tree.map(lambda x: x[:2], state)
+  with pytest.raises(AssertionError, match='decodes all of them'):
+    generate.with_first_slots(
+      state,
+      slots.replace(cache=None),
+      slots.cache,
+      None,
+      compute=tiny.EXACT,
+      layout=Layout(abstract_mesh(2, 1), 'rollout'),
+    )
 
 
 def main():

@@ -339,6 +339,7 @@ def with_first_slots(
   append = functools.partial(cache_storage.append, table=table, platform=compute.platform)
   args = state.cache, recent, state.positions[: len(slots.positions)]
   if isinstance(layout, Layout) and layout.batch_shards > 1:  # XLA would gather `recent` for each slot of the loop
+    assert len(args[2]) == len(state.positions), 'a mesh that splits the slots decodes all of them'
     specs = jax.tree.map(lambda sharding: sharding.spec, slot_shardings(layout)(args))
     append = jax.shard_map(append, mesh=layout.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
   return all_slots.replace(cache=append(*args))
