@@ -303,7 +303,8 @@ def test_mosaic_leaves_to_xla_what_its_memories_do_not_hold(caplog):
 
   def used(slots, entries, page_size=0, block=32, tensor=1):
     lengths = dict(entries=entries, page_size=page_size, block=block)
-    return decode_kernels.compute_of_engine(tpu, cfg, slots, tensor=tensor, **lengths).decode_kernel
+    layout = Layout(abstract_mesh(2, tensor), 'rollout')
+    return decode_kernels.compute_of_engine(tpu, cfg, layout, 2 * slots, **lengths).decode_kernel
 
   assert (
     used(256, 16384) and used(256, 1088, block=256) and used(256, 16384, 64) and used(64, 32768, block=1024, tensor=8)

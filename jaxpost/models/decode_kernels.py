@@ -48,7 +48,10 @@ def supports(compute: Compute, cfg: ModelConfig | CustomConfig) -> bool:
 
 
 def compute_of_decoding(compute: Compute, cfg: ModelConfig | CustomConfig, rollout: Any) -> Compute:
-  """Returns `compute`, without the decoding kernel if that does not support the model or `config.rollout`."""
+  """Returns `compute`, without the decoding kernel if that does not support the model or what `rollout` asks for.
+
+  rollout: `config.rollout` or a `SamplerConfig`, which leaves the type of the cache to `compute.cache`.
+  """
   # A kernel attends from one token per slot, where speculation has several.
   supported = not (rollout.speculation or getattr(rollout, 'cache', '')) and supports(compute, cfg)
   if supported and rollout.page_size:
@@ -69,19 +72,18 @@ def entries_multiple(compute: Compute, cfg: ModelConfig | CustomConfig) -> int:
 
 
 def compute_of_engine(
-  compute: Compute, cfg: ModelConfig, slots: int, tensor: int, *, entries: int, page_size: int, block: int
+  compute: Compute, cfg: ModelConfig, layout: Layout, slots: int, *, entries: int, page_size: int, block: int
 ) -> Compute:
   """Returns `compute`, without the kernel if memories of a TPU core do not hold what it needs, which is logged.
 
-  Args:
-    slots: of a device. tensor: devices that split the heads. The others: see `decode_mosaic.refusal`.
+  slots: of all devices. entries, page_size, block: see `decode_mosaic.refusal`.
   """
   if compute.decode_kernel != 'mosaic':
     return compute
-  lengths = dict(entries=entries, page_size=page_size, block=block)
+  tensor, lengths = layout.mesh.shape['tensor'], dict(entries=entries, page_size=page_size, block=block)
   for heads, sizes in set(cfg.layer_caches):
     local_heads = heads // tensor if heads % tensor == 0 else heads
-    if reason := module('mosaic').refusal(slots, local_heads, sizes, **lengths):
+    if reason := module('mosaic').refusal(slots // layout.batch_shards, local_heads, sizes, **lengths):
       logging.warning('the decoding kernel does not support %s; XLA decodes', reason)
       return dataclasses.replace(compute, decode_kernel='')
   return compute

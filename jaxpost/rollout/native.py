@@ -77,8 +77,7 @@ class NativeEngine:
     self.length = cache_length(config.room, self.block, multiple)
     if compute.decode_kernel:
       lengths = dict(entries=self.length, page_size=config.page_size, block=self.block)
-      tensor = layout.mesh.shape['tensor']
-      compute = decode_kernels.compute_of_engine(compute, model.config, slots // shards, tensor=tensor, **lengths)
+      compute = decode_kernels.compute_of_engine(compute, model.config, layout, slots, **lengths)
     if reshard is None:
       source = bridge.source if bridge else layout
       reshard = Reshard(model, source, compute, ledger, share_buffers=not asynchronous)
