@@ -58,20 +58,7 @@ def attend(
   cfg: ModelConfig,
   interpret: bool = False,
 ) -> jax.Array:
-  """Attends to the filled entries of a cache and to the tokens of the current block.
-
-  Args:
-    q: [S, K, G, h], not multiplied by the attention scale yet.
-    cache: keys [S, K, N, h] and values [S, K, N, hv], of which the first `filled` [S] are valid; it may have more
-      slots, which are not read. With a table, pages [., K, p, h] and [., K, p, hv].
-    recent: keys [S, K, T, h] and values [S, K, T, hv] of the next tokens, of which the first `step` + 1 are valid.
-    sinks: [K, G], or None.
-    table: [S, n] int32, pages of each slot, or None.
-    interpret: run it on the CPU, for tests.
-
-  Returns:
-    [S, K, G, hv].
-  """
+  """Computes `decode_triton.attend`, which describes arguments and result."""
   _, heads, group, _ = q.shape
   length, sizes = cache[0].shape[2], [x.shape[3] for x in cache]
   chunk = min(_entries_of_chunk(heads, sizes), length if table is None else table.shape[1] * length)

@@ -133,7 +133,7 @@ def attend(
   """Attends to the filled entries of a cache and to the tokens of the current block.
 
   Args:
-    q: [S, K, G, h], which the kernel multiplies by the attention scale.
+    q: [S, K, G, h], not multiplied by the attention scale yet.
     cache: keys [S, K, N, h] and values [S, K, N, hv], of which the first `filled` [S] are valid; it may have more
       slots, which are not read. With a table, pages [., K, p, h] and [., K, p, hv].
     recent: keys [S, K, T, h] and values [S, K, T, hv] of the next tokens, of which the first `step` + 1 are valid.
