@@ -776,21 +776,48 @@ def test_decode_kernel_reads_only_filled_entries_of_the_cache(window, filled, re
   assert sum(x.bytes for x in operands[1:]) + extra_bytes == pytest.approx(64 * 8 * (read + 32 / 2) * (128 + 64) * 2)
 
 
-@pytest.mark.parametrize('paged', [False, True])
-def test_decode_kernel_of_tpus_reads_whole_chunks(paged):
-  """The last of the chunks of 256 entries is half full on average; pages are read from several arguments."""
+@pytest.mark.parametrize('paged, window, wasted', [(False, 0, 255 / 2), (True, 0, 255 / 2), (False, 128, 255)])
+def test_decode_kernel_of_tpus_reads_whole_chunks(paged, window, wasted):
+  """A chunk of 256 entries is half full on average at each end; pages are read from several arguments."""
   text = (
     '  %x = bf16[64,8,2,128]{3,2,1,0} custom-call(%a, %b, %c), custom_call_target="tpu_custom_call", '
-    f'metadata={{op_name="jit(generate)/while/body/decode_0_256{"_pages" if paged else ""}"}}'
+    f'metadata={{op_name="jit(generate)/while/body/decode_{window}_256{"_pages" if paged else ""}"}}'
   )
   caches = [(2000, 8, 128, 128)] * 2 + [(2000, 8, 128, 128)] * 2 if paged else [(256, 8, 800, 128), (256, 8, 800, 128)]
   shapes = (64,), (64, 8, 2, 128), *caches, (64, 8, 32, 128), (64, 8, 32, 128)
   operands = [hlo.Array('bf16', dims, False) for dims in shapes]
   op = hlo.Op('x', 'custom-call', (), (), text, '', False)
   flops, extra_bytes = kernels.cost(op, operands, 500)
-  assert flops == 2 * 64 * 8 * 2 * 500 * (128 + 128)
+  assert flops == 2 * 64 * 8 * 2 * (window or 500) * (128 + 128)
   read = sum(x.bytes for x in operands[2:]) + extra_bytes
-  assert read == pytest.approx(64 * 8 * (500 + 255 / 2 + 32) * (128 + 128) * 2)
+  assert read == pytest.approx(64 * 8 * ((window or 500) + wasted + 32) * (128 + 128) * 2)
+
+
+def test_the_time_of_kernels_is_added_to_the_estimate_of_xla():
+  """XLA for TPU estimates its own instructions: the kernel of a loop has none, and the roofline says its time."""
+  call = (
+    'bf16[64,8,2,128]{3,2,1,0} custom-call(%q, %k, %v, %n, %m), custom_call_target="tpu_custom_call", '
+    'metadata={op_name="jit(generate)/decode_0_256"}'
+  )
+  entries, new = 'bf16[64,8,512,128]{3,2,1,0}', 'bf16[64,8,32,128]{3,2,1,0}'
+  text = f"""HloModule jit_f, is_scheduled=true
+
+ENTRY %main (q: bf16[64,8,2,128]) -> bf16[64,8,2,128] {{
+  %q = bf16[64,8,2,128]{{3,2,1,0}} parameter(0)
+  %k = {entries} parameter(1)
+  %v = {entries} parameter(2)
+  %n = {new} parameter(3)
+  %m = {new} parameter(4)
+  %o = {call}
+  ROOT %z = bf16[64,8,2,128]{{3,2,1,0}} negate(%o), backend_config={{"window_config":{{"estimated_cycles":"1750"}}}}
+}}
+"""
+  totals, chip = cost.count(text), machines.parse('v6e-1').chip
+  q, entries, new = (2 * 64 * 8 * n * 128 for n in (2, 512, 32))  # bytes
+  assert totals.kernel_bytes == 2 * (q + entries + new) and totals.bytes == totals.kernel_bytes + 2 * q
+  assert totals.flops == totals.kernel_flops == 2 * 64 * 8 * 2 * 512 * 2 * 128
+  assert roofline.xla_seconds(totals, chip) == pytest.approx(1750 / chip.clock + totals.kernel_bytes / chip.bandwidth)
+  assert roofline.xla_seconds(cost.Totals(flops=1.0), chip) is None
 
 
 def test_rotating_kernel_writes_the_entries_of_one_token():
