@@ -65,7 +65,7 @@ class Example:
     sizes = _shorten_longest([stop - start for start, stop in spans], total - length)
     if sizes is None:
       return None
-    # Whether the position and ids of a token are kept, and the index of the token whose content is there.
+    # `kept` says which positions and ids remain; `content` has the index of the token whose content is at each.
     kept, content = np.ones(total, bool), np.arange(total)
     for (start, stop), size in zip(spans, sizes):
       kept[start + size : stop] = False

@@ -34,7 +34,7 @@ class HostHealth:
 
   every: int
   digests: dict  # {role: program that hashes its parameters per device}
-  note: Callable
+  note: Callable  # prints a message
   # Seconds of this host's own work, and in all, of each step since the last comparison:
   _times: list[tuple[float, float]] = dataclasses.field(default_factory=list)
   _waited_s: float = 0.0  # seconds waited for other processes since the start
