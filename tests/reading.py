@@ -164,7 +164,7 @@ ENTRIES = (
     '... with all that options select',
     (GRPO, 'launch.train'),
     (255, 40_910, 18),
-    (243, 40_763, 20),
+    (243, 40_751, 20),
     options=('jaxpost.algorithms',),
   ),
 )
