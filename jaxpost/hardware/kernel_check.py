@@ -325,11 +325,11 @@ def _decode_error(
   """Returns the error of the kernel for single tokens, see `errors`.
 
   It decodes `slots` of the `held` slots of a cache of `room` entries, amid `block` entries that follow the cache. With
-  `page` > 0, the entries are in pages of as many.
+  `page` > 0, the entries are in pages of as many. A window begins 32 entries before the end of a chunk of 512.
   """
   from jaxpost.models import decoding
 
-  filled = jnp.resize(jnp.array([0, 33, room // 2 + 1, room, 1, room - 1, min(room, 530)]), slots)
+  filled = jnp.resize(jnp.array([0, 33, room // 2 + 1, room, 1, room - 1, min(room, 479 + window)]), slots)
   kv_heads = work.kv_heads if slots < 8 else min(work.kv_heads, _HEADS)  # the sizes of blocks depend on the heads
   heads = kv_heads * (work.heads // work.kv_heads)
   draw, sizes = normal_numbers(), (work.head_dim, work.value_dim)
